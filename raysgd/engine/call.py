@@ -77,7 +77,7 @@ class PartialResults:
     """What the ranks of one generation measured in their part of a call, in rank order."""
 
     outcomes: tuple[Outcome, ...]
-    generation: int = 0
+    generation: int = 0  # EARLIER: of a script before this one
 
     @property
     def values(self) -> list[Any]:
@@ -98,12 +98,15 @@ def _step_of(outcome: Outcome) -> int:
     return outcome.progress.step
 
 
+EARLIER = -1  # the generation of what a script before this one has measured
+
+
 def partial_results_since(snapshot: Snapshot, parts: Sequence[PartialResults], *, call: int) -> list[PartialResults]:
     """Return the results that still count in a call that continues from a snapshot: parts that
     ended before it, and, of the part in which it was taken, what the snapshot itself contains."""
-    if snapshot.call < call:
-        return []
     taken_at = snapshot.progress.step
+    if snapshot.call < call:  # only what an earlier script had measured in this call, up to the state that it has left
+        return [part for part in parts if part.generation == EARLIER and part.end <= taken_at]
     if snapshot.partial is None:
         return [part.until(taken_at) for part in parts]  # a survivor gave its state when a generation ended
     # A snapshot without any results was taken between two generations, so a part that ended at its step counts, too.

@@ -25,7 +25,7 @@ from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.data.opening import Opener
 from raysgd.torch.data.prefetch import make_carrier
 from raysgd.torch.data.rows import LoaderRows
-from raysgd.torch.data.sampling import is_planned
+from raysgd.torch.data.sampling import is_planned, random_sources
 from raysgd.torch.data.sources import LiveSource
 from raysgd.torch.foreign import content_version
 from raysgd.torch.fsdp import gathered
@@ -244,6 +244,9 @@ class TorchReplica(ReplicaBase):
         interrupted validation. A checkpoint does not contain that, because calls of an earlier
         trainer are never repeated."""
         names = {"train": "loader", "validation": "validation_loader"} if for_peers else {"train": "loader"}
+        loader = self.operator._parts.train_loader
+        if "train" not in self._sources and is_planned(loader) and random_sources(loader):
+            self._sources["train"] = self._open_source(loader, "train")  # its generators belong to the state
         open_now = {name: self._sources[phase] for phase, name in names.items() if phase in self._sources}
         loaders = {name: each.state_for_peers() if for_peers else each.state() for name, each in open_now.items()}
         known = self.rows_of(*self.data_names)

@@ -27,7 +27,7 @@ from raysgd.engine.engine import Engine
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.errors import check_arguments, counted
 from raysgd.training.named import NamedRun
-from raysgd.training.place import Made, Place, storable
+from raysgd.training.place import RAISED, Made, Place, storable
 from raysgd.training.seeding import DrawnAnew
 from raysgd.workers.tracebacks import fold_frames
 
@@ -197,7 +197,11 @@ class CallRunner:
                     "%s was made by the last script, and its values are not known: it returns None here", call
                 )
             return [None] * engine.world_size if found.result is None else list(found.result)
-        values = list(make())
+        try:
+            values = list(make())
+        except Exception:
+            self.place.note(Made(RAISED + call, None))
+            raise
         self._commit(Made(call, storable(values)), engine)
         return values
 

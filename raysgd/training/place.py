@@ -12,6 +12,8 @@ from raysgd.callbacks.writers import for_json
 
 logger = logging.getLogger("raysgd")
 
+RAISED = "raised: "  # before the name of a change that has raised an error, and is made again
+
 
 class Made(NamedTuple):
     """A call that has returned.
@@ -60,6 +62,8 @@ class Place:
         if not self._left:
             return None
         was, *self._left = self._left
+        if was.call == RAISED + call:
+            return None
         if was.call != call and not (change and not was.call):
             if was.call:
                 logger.warning("this script calls %s where the last one called %s: the call is made", call, was.call)

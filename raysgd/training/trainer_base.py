@@ -25,7 +25,7 @@ from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.core.shard_copies import ShardedState
-from raysgd.engine.call import Job, PartialResults
+from raysgd.engine.call import EARLIER, Job, PartialResults
 from raysgd.engine.engine import Engine
 from raysgd.environment import start_limit_s
 from raysgd.errors import ConfigError, suggesting
@@ -98,7 +98,7 @@ class TrainerBase(ABC):
             assert calls.named is not None
             self._validations, self._tests = calls.named.counts
             self._loops.attach(calls.place.loop, calls.place.done)
-        self._begin(resume=resume and not self.attached)
+        self._begin(resume=resume)
         if calls.named is not None and not self.attached:
             calls.named.commit(engine, calls.history, calls.wants)
 
@@ -124,13 +124,13 @@ class TrainerBase(ABC):
         try:
             if self._folder is not None:
                 self._folder.claim(resume=resume)
-            if not resume:
+            if not resume or self.attached:
                 return
             record = self._loops.resume(self._load_automatic)
             if record is not None:
                 self._calls.resume(record["history"], record.get("wants") or ())
                 self._calls.place.resume(*self._loops.place, record.get("made") or ())
-            elif not self.attached:
+            else:
                 logger.warning("training starts from the beginning: there is no checkpoint in %s", self._folder)
         except BaseException as error:
             self._calls.exited(error)
@@ -248,7 +248,7 @@ class TrainerBase(ABC):
             return self._asked.name
 
         def resume(measured: Measured, step: int) -> None:
-            engine.continue_call(PartialResults((Ok(measured, Progress(step=step)),), -1))
+            engine.continue_call(PartialResults((Ok(measured, Progress(step=step)),), EARLIER))
 
         return CallOfTrain(part, listen, self._saves.hand_out, self._saved_within, resume, engine.cancel)
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from ray import cloudpickle
 
 from raysgd.config import ElasticConfig, Limits
+from raysgd.core.lease import Lease
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.outcomes import Outcome
 from raysgd.engine.engine import Engine
@@ -31,6 +32,7 @@ from raysgd.torch.foreign import run_after_backward
 from raysgd.torch.strategies import Strategy
 from raysgd.torch.trainer import choose_strategy, make_engine
 from raysgd.torch.wrapping import Exchange
+from raysgd.training.named import NamedRun, checked_name
 from raysgd.training.replica_base import ReplicaBase
 from raysgd.training.snapshots import LOADED_S, Snapshotter
 from raysgd.workers.calls import with_value
@@ -117,6 +119,32 @@ class LocalWorker(Worker):
 class LocalGroup(SimGroup):
     worker_class = LocalWorker
 
+    def renew(self) -> None:
+        """Renew the lease, which no other script has."""
+        self.keeper.renew(self.term, None, self.world.now)
+        self.renewed_at = self.world.clock()
+
+
+class LocalTenure:
+    """The term of a script that begins when the one before it has ended."""
+
+    superseded = False
+
+    def __init__(self, group: LocalGroup, name: str, orphan_s: float) -> None:
+        self.name, self.orphan_s, self._group = name, orphan_s, group
+        while not (grant := group.keeper.take(group.world.now)).term:
+            group.world.run(1.0, lambda: False)
+        self.term, self.record = grant.term, dict(grant.record)
+        group.term = self.term
+
+    def commit(self, parts: Mapping[str, bytes]) -> None:
+        self.record.update(parts)
+        self._group.keeper.renew(self.term, parts, self._group.world.now)
+
+    def begin_again(self) -> None:
+        self.record = {}
+        self._group.keeper.begin_again(self.term, self._group.launched, self._group.world.now)
+
 
 class Mean(Exchange):
     """Averages gradients over the ranks when a backward pass ends, as DistributedDataParallel does."""
@@ -170,6 +198,7 @@ class Cluster:
         self._schedule = Faults(self.world, faults)
         self._plan = Plan(seed=seed, nodes=(room,), step_s=step_s)
         self._stack = ExitStack()
+        self._group: Any = None
         self.notes: list[Any] = []
 
     @property
@@ -255,11 +284,16 @@ class Cluster:
         return Strategy(make_backend=SimBackend, make_exchange=lambda: Mean(self), wraps=False)
 
     def _make_engine(
-        self, factory: Any, calls: Any, resources: Any, elastic: ElasticConfig, limits: Limits, hook: Any, *_: Any
+        self, factory: Any, calls: Any, resources: Any, elastic: ElasticConfig, limits: Limits, hook: Any, *others: Any
     ) -> Engine:
-        plan, world = self._plan, self.world
-        plan.__dict__.update(elastic=elastic, limits=limits)
-        self._group = group = self._schedule.group = LocalGroup(world, plan, Unchecked(), self._schedule)
+        plan, world, named = self._plan, self.world, checked_name(*others[-2:])
+        plan.__dict__.update(elastic=elastic, limits=limits, orphan_s=named[1] if named else 0.0)
+        before = self._group if named else None
+        self._group = group = LocalGroup(world, plan, Unchecked(), self._schedule, before)
+        self._schedule.group = group
+        if named:
+            group.keeper = group.keeper or Lease()
+            calls.named = NamedRun(cast(Any, LocalTenure(group, *named)), factory, calls.place)
         times = {"join_s": limits.join_s, "collective_s": limits.collective_s}
         return Engine(
             group,
@@ -270,6 +304,7 @@ class Cluster:
             target=factory.settings.num_workers,
             elastic=elastic,
             limits=limits,
+            term=group.term,
             clock=world.clock,
             jitter=world.random.random,
             on_progress=calls.on_progress,

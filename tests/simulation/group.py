@@ -726,8 +726,8 @@ class SimGroup:
 
     def transfer_of(self, name: str) -> SimTransfer:
         """Return the transfer with this name, for a worker that connects to it."""
-        transfer = self._transfers[name]
-        if transfer.closed:
+        transfer = self._transfers.get(name)
+        if transfer is None or transfer.closed:  # or of a driver before this one
             raise ConnectionError("the transfer has ended")
         return transfer
 
