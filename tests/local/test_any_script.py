@@ -288,19 +288,24 @@ def test_any_script_ends_as_it_does_undisturbed(tmp_path: Path, seed: int) -> No
     assert outcome(script, tmp_path / "disturbed", kills) == close(expected), (script, kills)
 
 
-PLAIN = {
-    **{
-        "own": True,
-        "number": 5,
-        "exact": True,
-        "averages": False,
-        "kept": "checkpoints",
-        "workers": 2,
-        "freq": "epoch",
-    },
-    **{"accumulate": 1, "every": "epoch", "saves": 1, "best": None, "stops": "val_loss", "patience": 9, "grow": True},
-    **{"limit": None, "points": []},
-}
+PLAIN: dict[str, Any] = dict(
+    own=True,
+    number=5,
+    exact=True,
+    averages=False,
+    kept="checkpoints",
+    workers=2,
+    freq="epoch",
+    accumulate=1,
+    every="epoch",
+    saves=1,
+    best=None,
+    stops="val_loss",
+    patience=9,
+    grow=True,
+    limit=None,
+    points=[],
+)
 # The smallest scripts of what random ones have found.
 FOUND: dict[str, tuple[list[tuple[int, list[str]]], dict[str, Any], dict[int, Any]]] = {
     "a state from before the first epoch had no generators": (
