@@ -22,7 +22,7 @@ def check_counters(state: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless a state has counters and positions that can be loaded."""
     for name in ("global_step", "epoch"):  # which users change
         check_count(name, state.get(name, 0))
-    for name in ("position", "validation_position", "validation_began", "test_position"):
+    for name in ("position", "validation_position", "test_position"):
         values = state.get(name) or {}
         if not isinstance(values, Mapping):
             raise CheckpointError(f"{name} is {values!r:.60}, and must be a dictionary")

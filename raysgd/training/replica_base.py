@@ -125,12 +125,11 @@ class ReplicaBase(ABC):
         self._waited = 0.0  # how long it has waited for data
         self._joined_at = 0  # the step before which it joined a running group
         self._units_before = 0  # what the running call of `train` had committed before this part of it
-        self._position, self._val_position = Position(), Position()
-        self._pass_positions: dict[str, Position] = {}  # of phases of which each call begins a new pass
-        # Its `epoch` counts the passes of tests that have begun, its `call` is the newest of them.
-        self._tested = Position()
+        self._position = Position()
+        self._pass_positions: dict[str, Position] = {}  # of evaluations, of which each call begins a new pass
+        # Their `epoch` counts the passes that have begun, their `call` is the newest of them.
+        self._validated, self._tested = Position(), Position()
         self.operator._epochs_before = lambda: max(self._position.epoch - 1, 0)
-        self._validation_began = self._val_position.as_dict()
         self._sources: dict[str, Any] = {}
         self.undefined = False  # a load has begun to change the state, and has not completed that
         self._snapshots = Snapshotter(settings.snapshot_every, control)
@@ -379,8 +378,7 @@ class ReplicaBase(ABC):
         return feed
 
     def _position_in(self, phase: str) -> Position:
-        known = {"train": self._position, "validation": self._val_position}.get(phase)
-        return known or self._pass_positions.setdefault(phase, Position())
+        return self._position if phase == "train" else self._pass_positions.setdefault(phase, Position())
 
     def _cut_short(self) -> None:
         """End a loop after an error, and commit what was applied."""
@@ -393,18 +391,9 @@ class ReplicaBase(ABC):
     def validate(
         self, num_steps: int | None, profile: bool, info: dict[str, Any] | None, call: int, reduced: bool = True
     ) -> Any:
-        """Validate on one pass over the validation data, or on `num_steps` batches. No rank waits
-        for another one."""
-        position = self._val_position
-        if self._phases("validation") != ["validation"]:
-            return self._evaluate_passes("validation", position, num_steps, profile, info, call, reduced)
-        self._registered_source("validation")
-        if call != position.call:
-            position.open_call(call)
-            self._validation_began = position.as_dict()
-        else:
-            position.adopt(self._validation_began)  # a peer failed: all repeat the call from where it began
-        return self._evaluate("validation", num_steps, profile, info, self._validation_began, reduced)
+        """Validate on one pass over the validation data, or on its first `num_steps` batches. No
+        rank waits for another one."""
+        return self._evaluate_passes("validation", self._validated, num_steps, profile, info, call, reduced)
 
     def test(
         self, num_steps: int | None, profile: bool, info: dict[str, Any] | None, call: int, reduced: bool = True
@@ -436,7 +425,7 @@ class ReplicaBase(ABC):
         for phase in phases:
             self._position_in(phase).adopt(began.as_dict())
             named = dict(info or {}) | ({"loader": split(phase)[1]} if phase != kind else {})
-            measured = self._evaluate(phase, num_steps, profile, named, began.as_dict(), reduced)
+            measured = self._evaluate(phase, num_steps, profile, named, reduced)
             if isinstance(measured, Interrupted):
                 return measured
             found.append(measured)
@@ -460,12 +449,10 @@ class ReplicaBase(ABC):
         num_steps: int | None,
         profile: bool,
         info: dict[str, Any] | None,
-        began: dict[str, Any],
         reduced: bool,
     ) -> Any:
-        """Run the operator's loop over the data of this phase. If it does not reach its end, the
-        position is what it was when the call `began`."""
-        operator, position, kind = self.operator, self._position_in(phase), split(phase)[0]
+        """Run the operator's loop over the data of this phase."""
+        operator, kind = self.operator, split(phase)[0]
         source = self._registered_source(phase)
         self._begin_measuring(kind, profile, new_call=True)
         feed = self._make_feed(source, phase, num_steps)
@@ -477,11 +464,9 @@ class ReplicaBase(ABC):
             batches.close()
             self._leave(feed)
         except BaseException:
-            position.adopt(began)
             operator._feed = NoFeed(operator._policies)
             raise
         if feed.stopped:
-            position.adopt(began)
             return Interrupted(None, "a peer failed", self.progress)
         return self._reported(result, profile, kind, reduced)
 
@@ -623,18 +608,14 @@ class ReplicaBase(ABC):
             "epoch": self._position.users_epoch,
             "world_size": self._rank_info.world_size,
             "position": self._position.as_dict(),
-            "validation_position": self._val_position.as_dict(),
-            "validation_began": self._validation_began,
+            "validation_position": self._validated.as_dict(),
             "test_position": self._tested.as_dict(),
         }
 
     def _adopt_positions(self, state: dict[str, Any]) -> None:
         old = {"epoch": state.get("epoch", 0), "step": state.get("global_step", 0)}
         self._position.adopt(state.get("position") or old)
-        self._val_position.adopt(state.get("validation_position") or {})
-        began = Position()  # a state may lack counters
-        began.adopt(state.get("validation_began") or self._val_position.as_dict())
-        self._validation_began = began.as_dict()
+        self._validated.adopt(state.get("validation_position") or {})
         self._tested.adopt(state.get("test_position") or {})
 
     def state(self) -> memoryview:
@@ -679,8 +660,7 @@ class ReplicaBase(ABC):
         state; a state with more loads is newer than any other."""
         if loads is not None:
             self._position.call, self._position.call_done, self._position.loads = -1, False, loads
-        self._val_position.call, self._val_position.ended = -1, True
-        self._tested.call = -1
+        self._validated.call = self._tested.call = -1
         self.take_snapshot()
         self._snapshots.wait(LOADED_S)  # otherwise the load would be undone if all workers failed now
 

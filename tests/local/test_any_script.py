@@ -29,7 +29,7 @@ from tests.tiers import NIGHTLY
 ROWS = 14
 SEEDS = range(1000 if NIGHTLY else 40)
 CALLS = (
-    *("validate", "test", "predict", "halve", "move", "workers", "plateau"),
+    *("validate", "validate some", "test", "predict", "halve", "move", "workers", "plateau"),
     *("save", "load", "state_dict", "raise", "resize"),
 )
 
@@ -217,6 +217,7 @@ class Script:
         calls: dict[str, Callable[[], Any]] = {
             "train": lambda: trainer.train(self.limit, max_retries=-1),
             "validate": trainer.validate,
+            "validate some": lambda: trainer.validate(num_steps=1),
             "test": trainer.test,
             "predict": lambda: trainer.predict(data),
             "halve": lambda: trainer.apply_all_operators(halve),

@@ -101,7 +101,7 @@ PLACE = ("step", "applied", "epoch", "offset", "ended", "parked")
 def complete(trainer: TorchTrainer) -> Any:
     """Return the checkpoint's content, without the counters of calls, and the state that each worker has."""
     content = trainer.state_dict()
-    for name in ("position", "validation_position", "validation_began", "test_position"):
+    for name in ("position", "validation_position", "test_position"):
         content[name] = {key: content[name][key] for key in PLACE}
     return [content, *trainer.apply_all_operators(of_this_rank)]
 
