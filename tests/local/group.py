@@ -184,7 +184,7 @@ class Mean(Exchange):
         with torch.no_grad():
             for parameter, each in zip(self._parameters, zip(*brought, strict=True), strict=True):
                 if parameter.grad is not None:
-                    parameter.grad.copy_(torch.stack(each).mean(0))
+                    parameter.grad.copy_(sum(each[1:], each[0]) / len(each))  # also if they are sparse
 
 
 class Cluster:
