@@ -217,7 +217,7 @@ class RecoveryLoop:
         """Form a generation of these workers. They begin with the survivors' state, or, if none
         holds it any more, with a snapshot. Return False if that failed."""
         workers, state, saved = [*survivors, *joining], None, None
-        if self._lack_state(survivors):
+        if self._lack_state(case, survivors):
             revived = self._revive(workers, case.call.number)
             if revived is None:
                 return False
@@ -227,10 +227,13 @@ class RecoveryLoop:
                 state = revived.data or None
         return self._generation.form(workers, state=state, saved=saved)
 
-    def _lack_state(self, survivors: list[str]) -> bool:
-        """Return whether no survivor has the state of the group, or they lack a part of it."""
+    def _lack_state(self, case: _Case, survivors: list[str]) -> bool:
+        """Return whether no survivor has the state of the group, or they lack a part of it. An
+        undefined one does, if there is a snapshot, and if the call does not replace the state."""
         found = [self._table[each].progress for each in survivors]
-        return all(each.cut_short or each.undefined for each in found) or self._generation.lacks_shards(survivors)
+        defined = not case.call.replaces and self._table.snapshots.latest() is not None
+        lacking = all(each.cut_short or (defined and each.undefined) for each in found)
+        return lacking or self._generation.lacks_shards(survivors)
 
     def _not_formed(self, case: _Case, survivors: list[str], joining: list[str]) -> None:
         """Take the replacements back after a failed try. If no worker has failed, the network
@@ -259,7 +262,7 @@ class RecoveryLoop:
     def _check(self, case: _Case, survivors: list[str]) -> None:
         """Raise an error if only the user's set-up is in the way, or after too many attempts."""
         replacements = self._replacements
-        lost = self._lack_state(survivors) if survivors else self._generation.is_sharded
+        lost = self._lack_state(case, survivors) if survivors else self._generation.is_sharded
         if lost and not case.call.replaces and self._generation.newest_snapshot(wait=True) is None:
             self._note(case, continues=False)
             if not self._generation.lacks_shards(survivors):

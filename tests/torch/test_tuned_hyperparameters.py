@@ -16,7 +16,8 @@ def made(lr: float, scheduler: Any = None) -> Any:
     first = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=lr, momentum=0.5)
     second = torch.optim.Adam([{"params": nn.Linear(1, 1).parameters(), "lr": 0.3}], lr=lr)
     schedulers = [] if scheduler is None else [scheduler(first)]
-    return SimpleNamespace(_parts=SimpleNamespace(optimizers=[first, second], schedulers=schedulers))
+    parts = SimpleNamespace(optimizers=[first, second], schedulers=schedulers)
+    return SimpleNamespace(_parts=parts, _explained=set())
 
 
 def test_only_values_from_the_config_are_changed() -> None:

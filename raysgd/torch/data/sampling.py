@@ -346,19 +346,17 @@ class Gathered(Dataset[Any]):
         return self._dataset[index]
 
     def __getitems__(self, indices: list[Any] | torch.Tensor | range) -> Any:
-        if isinstance(indices, (torch.Tensor, range)):
-            rows = _pinned_rows if self._pinned else _rows
-            return [rows(tensor, indices) for tensor in self._dataset.tensors]
+        tensors = self._dataset.tensors
+        if self._pinned and isinstance(indices, (torch.Tensor, range)):
+            return [_pinned_rows(tensor, indices) for tensor in tensors]
+        if isinstance(indices, range):
+            return [tensor.narrow(0, indices.start, len(indices)).clone() for tensor in tensors]
+        if isinstance(indices, torch.Tensor):  # not negative, so `index_select` has the same result, faster
+            return [torch.index_select(tensor, 0, indices) for tensor in tensors]
         if set(map(type, indices)) != {int}:  # a user's sampler may yield indices of any type
             return default_collate([self._dataset[index] for index in indices])
         chosen = torch.tensor(indices)
-        return [tensor[chosen] for tensor in self._dataset.tensors]
-
-
-def _rows(tensor: torch.Tensor, chosen: torch.Tensor | range) -> torch.Tensor:
-    if isinstance(chosen, range):
-        return tensor.narrow(0, chosen.start, len(chosen)).clone()
-    return torch.index_select(tensor, 0, chosen)  # none is negative, so the result is that of an index, faster
+        return [tensor[chosen] for tensor in tensors]
 
 
 def _pinned_rows(tensor: torch.Tensor, chosen: torch.Tensor | range) -> torch.Tensor:
