@@ -29,6 +29,7 @@ NAME = re.compile(r"loop(\d+)-epoch(\d+)-step(\d+)")
 DRAFT = re.compile(rf"\.{NAME.pattern}\.\w+\.[0-9a-f]{{8}}\.tmp")
 RECORD = ".json"  # written after the checkpoint: a checkpoint without its record is incomplete, and is never loaded
 HISTORY = "raysgd-history.jsonl"
+RELEASE_S = 5.0  # how long a shutdown by force waits for a record that is being written
 LISTED = 3  # files in a message
 
 
@@ -104,6 +105,7 @@ class CheckpointFolder:
         self._where = where.absolute() if isinstance(where, Path) else where
         self._rows = StoredRows(self._where / HISTORY)
         self._claim: FolderClaim | None = None
+        self._writing = threading.Lock()  # is held while records and rows are written
         self._saving: threading.Thread | None = None
         self._error: BaseException | None = None
         self._read()
@@ -167,8 +169,14 @@ class CheckpointFolder:
                 path.unlink()
 
     def release(self) -> None:
+        """Let other trainers use the folder. A save that is running, which a shutdown by force does
+        not wait for, writes nothing there any more."""
+        held = self._writing.acquire(timeout=RELEASE_S)
         if self._claim is not None:
             self._claim.release()
+            self._claim = None
+        if held:
+            self._writing.release()
 
     def __str__(self) -> str:
         return str(self._where)
@@ -258,12 +266,15 @@ class CheckpointFolder:
                 if measured is not None:
                     record["measured"] = numbers_of(measured())
                 record["finite"] = finite and is_finite(record.get("measured", {}).get("metrics", {}))
-                check()
-                self._rows.write(record["before"]["bytes"])
-                locations.write(self._file(place, RECORD), folders.dump_json(record))
-                self._note(place, score, finite=record["finite"])
-                written(path)
-                self._prune()
+                with self._writing:
+                    if self._claim is None:
+                        return
+                    check()
+                    self._rows.write(record["before"]["bytes"])
+                    locations.write(self._file(place, RECORD), folders.dump_json(record))
+                    self._note(place, score, finite=record["finite"])
+                    written(path)
+                    self._prune()
             except BaseException as error:
                 if measured is not None and isinstance(error, WriterFailed):
                     logger.warning("no automatic checkpoint was saved after step %d: %s", place.step, error)

@@ -10,7 +10,7 @@ pytest.importorskip("tensorflow")
 
 from raysgd import AutoCheckpoint
 from raysgd.tf import TFTrainer
-from tests.peek import finish_saves
+from tests.peek import finish_saves, leave_no_checkpoint_out
 from tests.tf.small import Small, arrays
 
 
@@ -27,7 +27,9 @@ class Dying(Small):
 
 def started(folder: Path, **config: Any) -> TFTrainer:
     checkpoints = AutoCheckpoint(path=folder, every=4, best="val_hits", mode="max")
-    return TFTrainer(training_operator_cls=Dying, config=config, checkpoints=checkpoints, resume="auto")
+    trainer = TFTrainer(training_operator_cls=Dying, config=config, checkpoints=checkpoints, resume="auto")
+    leave_no_checkpoint_out(trainer)
+    return trainer
 
 
 def test_a_killed_script_ends_as_if_it_never_was(tmp_path: Path) -> None:

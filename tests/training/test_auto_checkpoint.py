@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import threading
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from raysgd import AutoCheckpoint, CheckpointError, ConfigError, TorchTrainer
 from raysgd.callbacks import Callback
+from raysgd.training.auto_checkpoint import CheckpointFolder, SavedPlace
 from tests import storing
 from tests.peek import finish_saves, leave_no_checkpoint_out
 from tests.torch.small import Line, inline, rows, weights
@@ -296,6 +298,17 @@ def test_a_folder_belongs_to_one_trainer(tmp_path: Path) -> None:
         fitted(trainer)
     with started(tmp_path) as trainer:
         assert trainer.resumed_from is not None, "the first trainer was shut down"
+
+
+def test_a_save_that_a_shutdown_by_force_leaves_behind_writes_nothing(tmp_path: Path) -> None:
+    """Another trainer of this process may have the folder then."""
+    folder, complete = CheckpointFolder(AutoCheckpoint(path=tmp_path), ".pt"), threading.Event()
+    folder.claim(resume=False)
+    folder.save(SavedPlace(1, 1, 3), None, [], lambda path: complete.wait, {})
+    folder.release()
+    complete.set()
+    folder.wait()
+    assert not folder.newest_first() and not [*tmp_path.glob("loop*")]
 
 
 def test_in_remote_storage_the_newer_trainer_takes_the_folder_over() -> None:
