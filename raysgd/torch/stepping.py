@@ -52,14 +52,11 @@ class Stepping(OperatorBase):
         count = step.count = self._counted if count is None else count
         for policy in step.policies.weighted:
             loss = policy(step, loss)
-        weighs = weigh.acts or count is not None
-        try:
-            self._parts.precision.backward(weigh.loss(step, loss) if weighs else loss, optimizer, loss_id=loss_id)
-        except Exception as error:
-            self._note(error)
-            raise
-        if weighs:
-            weigh.passed()
+        if not weigh.acts and count is None:
+            self._parts.precision.backward(loss, optimizer, loss_id=loss_id)
+            return
+        self._parts.precision.backward(weigh.loss(step, loss), optimizer, loss_id=loss_id)
+        weigh.passed()
 
     def step(self, optimizer: Any = None) -> bool:
         """Clip the gradients, and apply the step of the `optimizer` (by default the only one). Do
@@ -72,33 +69,26 @@ class Stepping(OperatorBase):
             for policy in step.policies.awaits:
                 policy(step, optimizer)
             return False
+        for policy in step.policies.check:
+            policy(step, optimizer)
+        if type(exchange) is not Exchange:
+            exchange.finish(optimizer)
+        if step.policies.gradients:
+            precision.unscale(optimizer)
+            if not all(policy(step, optimizer) for policy in step.policies.gradients):
+                precision.leave_out(optimizer)
+                step.outcome = "skipped" if step.outcome == "open" else step.outcome
+                return False
+        # Without this hook, an optimizer cannot say whether a loss scaler has called it.
+        self._in_own_step, self._own_step_made = True, not hasattr(optimizer, "register_step_pre_hook")
         try:
-            for policy in step.policies.check:
-                policy(step, optimizer)
-            if type(exchange) is not Exchange:
-                exchange.finish(optimizer)
-            if step.policies.gradients:
-                precision.unscale(optimizer)
-                if not all(policy(step, optimizer) for policy in step.policies.gradients):
-                    precision.leave_out(optimizer)
-                    step.outcome = "skipped" if step.outcome == "open" else step.outcome
-                    return False
-            # Without this hook, an optimizer cannot say whether a loss scaler has called it.
-            self._in_own_step, self._own_step_made = True, not hasattr(optimizer, "register_step_pre_hook")
             precision.step(optimizer)
-        except Exception as error:
-            self._note(error)
-            raise
         finally:
             self._in_own_step = False
         if not self._own_step_made and step.outcome == "open":  # by a gradient scaler
             step.outcome = "skipped"
         self._clears = bool(self._clears)
         return self._own_step_made
-
-    def _note(self, error: Exception) -> None:
-        """Note an error of several workers' exchange, which user code may catch."""
-        self._feed.step.error = error if self._rank_info.world_size > 1 else None
 
     def _look_for_gradients(self) -> None:
         """Warn if the backward pass of the second step begins with the gradients of the first

@@ -173,8 +173,6 @@ class OperatorBase:
                 metrics = (
                     self.train_batch(batch, batch_info=batch_info) if named else self.train_batch(batch, batch_info)
                 )
-                if step.error is not None:
-                    raise step.error
                 for policy in step.policies.before_commit if step.closing else ():
                     policy(step)  # before anything counts the batch
             except BaseException:

@@ -269,7 +269,6 @@ class ReplicaBase(ABC):
             if not step.counts(failed=failed):
                 step.outcome = "undone"
             self._end(feed, step, failed=failed)
-        step.error = None  # whose traceback refers to the step
         self._waited, feed.failure, self.operator._feed = feed.waited_s, None, NoFeed(self.operator._policies)
         if failure is not None and not failed:
             raise failure  # the user's loop caught it, but the data has not ended
@@ -279,8 +278,6 @@ class ReplicaBase(ABC):
         counts what was trained."""
         position, snapshots, counts = feed.position, self._snapshots, step.outcome != "undone"
         before, step.failed = position.step, failed
-        if step.error is not None and not failed:
-            raise step.error
         for policy in step.policies.before_commit if counts and feed.training and not failed else ():
             policy(step)
         if counts:

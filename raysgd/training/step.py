@@ -149,7 +149,6 @@ class Step:
                step out, "undone" if its batches will be drawn again
     committed  whether the position is behind it
     failed     whether an error has ended it
-    error      of several workers' exchange; raised again if user code has caught it
     samples    how many samples the current batch counts among those that share the step, if there
                are several batches
     share      their part in the step, relative to a batch alone
@@ -165,7 +164,6 @@ class Step:
         "count",
         "current",
         "drawn",
-        "error",
         "failed",
         "metrics",
         "outcome",
@@ -186,7 +184,6 @@ class Step:
         self.closing = self.current.whole
         self.outcome: Outcome = "open"
         self.failed = False
-        self.error: Exception | None = None
         self.samples = self.share = 1.0
         self.count: Any = None
         self.metrics: list[tuple[dict[str, Any], Any, bool]] = []
