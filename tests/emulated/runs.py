@@ -158,7 +158,7 @@ class Curve(TrainingOperator):
 
     def ask_others(self) -> None:
         if mean_of_ones() != 1:
-            raise ZeroDivisionError("an error of the user's code, because of what a failed peer has left")
+            raise ZeroDivisionError("an error of user code, because of what a failed peer has left")
 
 
 def arm(kills: Sequence[Kill]) -> None:

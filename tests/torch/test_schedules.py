@@ -337,7 +337,7 @@ FITTING: list[tuple[dict[str, Any], str]] = [
     *(({"kind": kind}, "batch") for kind in (one_cycle, cosine, in_sequence, polynomial, linear, from_a_table)),
     ({"kind": linear, "steps": 3}, "batch"),  # a warm-up
     ({"kind": cosine, "steps": 2}, "epoch"),
-    ({"kind": cosine, "steps": 3}, "manual"),  # nobody knows when it steps
+    ({"kind": cosine, "steps": 3}, "manual"),  # when it steps is not known
     ({"kind": users_own, "epochs": 1}, "batch"),
 ]
 

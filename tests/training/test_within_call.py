@@ -52,9 +52,9 @@ def test_a_driver_that_ends_while_a_checkpoint_begins_ends_no_call() -> None:
     assert asking.step == math.inf
 
 
-@pytest.mark.parametrize(("together", "error"), [(True, ConnectionError()), (False, OSError("of the user's state"))])
+@pytest.mark.parametrize(("together", "error"), [(True, ConnectionError()), (False, OSError("of a state_dict"))])
 def test_other_errors_of_a_checkpoint_end_the_call(together: bool, error: Exception) -> None:
-    with pytest.raises(OSError, match=r"nothing listens|of the user's state"):
+    with pytest.raises(OSError, match=r"nothing listens|of a state_dict"):
         Asking(Rank(together=together, error=error), "", 2).ask()
 
 
