@@ -231,8 +231,8 @@ class RecoveryLoop:
         """Return whether no survivor has the state of the group, or they lack a part of it. An
         undefined one does, if there is a snapshot, and if the call does not replace the state."""
         found = [self._table[each].progress for each in survivors]
-        defined = not case.call.replaces and self._table.snapshots.latest() is not None
-        lacking = all(each.cut_short or (defined and each.undefined) for each in found)
+        replaceable = not case.call.replaces and self._table.snapshots.latest() is not None
+        lacking = all(each.cut_short or (replaceable and each.undefined) for each in found)
         return lacking or self._generation.lacks_shards(survivors)
 
     def _not_formed(self, case: _Case, survivors: list[str], joining: list[str]) -> None:
