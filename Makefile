@@ -23,7 +23,7 @@ TELL := awk '/Downloading .*[0-9][0-9]\.[0-9]+ [MG]B/ { print "  pip: downloadin
 PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
 	--constraint constraints.txt
 
-.PHONY: help demo test quick more nightly pure sim jobs versions check fix docs notebooks bench gpu gpu-wheels horovod release clean
+.PHONY: help demo test quick more nightly pure sim prove jobs versions check fix docs notebooks bench gpu gpu-wheels horovod release clean
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make nightly  all tests, also those that take minutes, with larger numbers of cases (hours)"
 	@echo "make pure   those of them that only decide, in seconds"
 	@echo "make sim    simulate failures in virtual time; SEEDS=2000 says how many schedules of them, SEED=17 shows one"
+	@echo "make prove  run what proves the promises, in ten to twenty minutes: build/prove.html has the figures"
 	@echo "make jobs   submit a real job to Ray's job server, in an environment that has one"
 	@echo "make versions  run the tests that depend on them with the oldest and the newest Python, torch and Ray (downloads several GB)"
 	@echo "make check  lint, format, types, layers, pages, docs"
@@ -48,7 +49,7 @@ help:
 	@echo "make clean  remove everything made here, the environment too"
 
 demo: $(VENV)/demo.stamp
-	@$(BIN)/python examples/quickstart.py
+	@$(BIN)/python -m raysgd.demo
 
 # Two processes at a time, as most tests wait for processes half of their time. ARGS="-n 0 ..." makes it one, for a debugger.
 test: $(VENV)/dev.stamp
@@ -71,6 +72,9 @@ pure: $(VENV)/dev.stamp
 sim: $(VENV)/dev.stamp
 	@PYTHONPATH=. $(BIN)/python -m tests.simulation --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0) \
 		$(addprefix --seed ,$(SEED)) $(addprefix --processes ,$(PROCESSES)) $(ARGS)
+
+prove: $(VENV)/dev.stamp
+	@$(BIN)/python tools/prove.py
 
 # The job server is installed in an environment of its own: with it, each cluster of the tests would start a dashboard.
 jobs: $(VENV)/jobs.stamp

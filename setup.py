@@ -41,9 +41,10 @@ TENSORFLOW = ["tensorflow>=2.16", "tqdm"]
 # Not Horovod itself: it has no wheels, and its sources must be patched first. `tools/build_horovod.py` does that;
 # here is what it and Horovod need.
 HOROVOD = [*TORCH, "cffi", "cloudpickle", "cmake", "packaging", "psutil", "pyyaml", "setuptools>=64", "wheel"]
-LIGHTNING = [*TORCH, "lightning>=2.1"]
+LIGHTNING = [*TORCH, "lightning>=2.5"]
 TORCHMETRICS = [*TORCH, "torchmetrics>=1.0"]
 TRANSFORMERS = [*TORCHMETRICS, "transformers", "peft"]
+HUGGINGFACE = [*TORCH, "transformers>=4.57", "accelerate>=1.3"]
 OPERATORS = [*TRANSFORMERS, "scikit-learn", "timm", "torchvision"]
 TUNE = ["ray[tune]"]
 DATA = ["ray[data]>=2.40"]
@@ -61,6 +62,7 @@ BENCH = [*LIGHTNING, "accelerate", "ray[train]", "matplotlib"]
 DOCS = ["sphinx>=7", "myst-nb", "myst-parser>=2", "sphinx-copybutton", "sphinx-design", "furo"]
 DEV = [
     *LIGHTNING,
+    *HUGGINGFACE,
     *TRANSFORMERS,  # not timm: it needs torchvision, whose wheels cannot be imported beside the CPU build of torch
     *TUNE,
     *DATA,
@@ -104,6 +106,7 @@ setup(
         "tensorflow": TENSORFLOW,
         "horovod": HOROVOD,
         "lightning": LIGHTNING,
+        "huggingface": HUGGINGFACE,
         "torchmetrics": TORCHMETRICS,
         "operators": OPERATORS,
         "tune": TUNE,

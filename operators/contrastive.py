@@ -69,7 +69,7 @@ class ContrastiveOperator(Recipe):
         return CLIPModel(CLIPConfig(**SMALL_CLIP) if given is None else given)
 
     def make_optimizer(self, model: nn.Module, config: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """Return AdamW, without weight decay for biases, normalization and the temperature, as in CLIP."""
+        """Make AdamW, without weight decay for biases, normalization and the temperature, as in CLIP."""
         decay = config.get("weight_decay", 0.1)
         groups = [
             {"params": [each for each in model.parameters() if each.dim() > 1], "weight_decay": decay},
@@ -111,13 +111,13 @@ class ContrastiveOperator(Recipe):
         return result
 
     def embed(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the embeddings of a batch's images and texts, of length 1 and in single precision."""
+        """Compute the embeddings of a batch's images and texts, of length 1 and in single precision."""
         images, tokens, *mask = batch
         output = self.model(pixel_values=images, input_ids=tokens, attention_mask=mask[0] if mask else None)
         return normalize(output.image_embeds.float(), dim=1), normalize(output.text_embeds.float(), dim=1)
 
     def contrast(self, images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of this worker's samples among those of all workers."""
+        """Compute the mean loss of this worker's samples among those of all workers."""
         all_images, all_texts, first = self.gather(images, texts)
         scale = self.bare.logit_scale.exp().clamp(max=100)
         labels = torch.arange(first, first + len(images), device=images.device)
@@ -125,7 +125,7 @@ class ContrastiveOperator(Recipe):
         return (cross_entropy(of_images, labels) + cross_entropy(of_texts, labels)) / 2
 
     def gather(self, images: torch.Tensor, texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Return the embeddings of all workers, with gradients for the workers that computed them, and the number of the first
+        """Gather the embeddings of all workers, with gradients for the workers that computed them, and the number of the first
         one of this worker. Pieces of a batch may have different numbers of samples."""
         if self.world_size == 1:
             return images, texts, 0

@@ -103,7 +103,7 @@ class DiffusionOperator(Recipe):
         return self.generate(_image(batch))
 
     def loss(self, images: torch.Tensor, times: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """Return the mean squared error of the velocity."""
+        """Compute the mean squared error of the velocity."""
         cos, sin = cosine_schedule(times)
         return mse_loss(self.velocity(cos * images + sin * noise, times), cos * noise - sin * images)
 
@@ -115,7 +115,8 @@ class DiffusionOperator(Recipe):
 
     @torch.no_grad()
     def generate(self, noise: torch.Tensor) -> torch.Tensor:
-        """Return an image for each noise. DDIM: predict the image and the noise in it, and mix them for the next time."""
+        """Generate an image for each noise. DDIM: predict the image and the noise in it, and mix them for the next
+        time."""
         mixed = noise
         times = torch.linspace(1, 0, self.sampling_steps + 1, device=noise.device)
         for now, later in pairwise(times):
@@ -127,7 +128,7 @@ class DiffusionOperator(Recipe):
 
 
 def cosine_schedule(times: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the shares of the image and of the noise, in the shape of images."""
+    """The shares of the image and of the noise, in the shape of images."""
     angles = times.view(-1, 1, 1, 1) * (math.pi / 2)
     return angles.cos(), angles.sin()
 

@@ -107,7 +107,7 @@ class FineTuningOperator(Recipe):
         return documents[80:], documents[:80]
 
     def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return the blocks for training and for validation. The second may be None."""
+        """Make the blocks for training and for validation. The second may be None."""
         train_data, validation_data = super().make_data(config)
         tokenizer = config.get("tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, str) else tokenizer
@@ -119,7 +119,7 @@ class FineTuningOperator(Recipe):
         return blocks(train_data), None if validation_data is None else blocks(validation_data)
 
     def make_metrics(self, vocabulary: int) -> MetricCollection:
-        """Return the metrics of a validation, which add up over the tokens of all workers before they divide."""
+        """Make the metrics of a validation, which add up over the tokens of all workers before they divide."""
         counted: dict[str, Any] = {"ignore_index": NO_LABEL}
         return MetricCollection(
             {
@@ -154,7 +154,7 @@ class FineTuningOperator(Recipe):
         return {"num_samples": labels.size(0)}
 
     def scored(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores of each token's successor, in single precision, and the successors."""
+        """Compute the scores of each token's successor, in single precision, and the successors."""
         tokens, labels, positions = batch
         scores = self.model(input_ids=tokens, position_ids=positions).logits[:, :-1].float()
         return scores, labels[:, 1:]
@@ -166,7 +166,7 @@ class FineTuningOperator(Recipe):
 
 
 def as_tokens(document: Any, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the token ids and the labels of one document."""
+    """Convert one document to token ids and labels."""
     if isinstance(document, str) and tokenizer is None:
         raise ValueError(
             f'the document {document[:40]!r} is a text, and there is no tokenizer: pass config["tokenizer"], or token ids'
@@ -179,8 +179,8 @@ def as_tokens(document: Any, tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def packed(documents: Iterable[tuple[Sequence[int], Sequence[int]]], size: int, end: int | None) -> TensorDataset:
-    """Return blocks `(tokens, labels, positions)` that hold the documents one after the other, without padding. The last tokens,
-    which do not fill a block, are left out.
+    """Pack documents one after the other into blocks `(tokens, labels, positions)`, without padding. The last tokens, which do
+    not fill a block, are left out.
 
     Positions begin at 0 in each document and block. From that, the models of transformers see where a document begins, and no
     token attends to those of an earlier document. A document's first token is not predicted."""
@@ -203,7 +203,7 @@ def packed(documents: Iterable[tuple[Sequence[int], Sequence[int]]], size: int, 
 
 
 def markov_documents(count: int = 480, *, shift: int = 0) -> list[list[int]]:
-    """Return documents of 10 to 40 tokens, in which each token has four equally probable successors, and 0 is not used."""
+    """Make documents of 10 to 40 tokens, in which each token has four equally probable successors, and 0 is not used."""
     lengths = torch.randint(10, 41, (count,), generator=torch.Generator().manual_seed(1)).tolist()
     tokens = (markov_tokens(sum(lengths), vocabulary=63) + shift) % 63 + 1
     return [part.tolist() for part in tokens.split(lengths)]

@@ -69,7 +69,7 @@ class ForecastingOperator(Recipe):
         self.register_data(**self.make_loaders(config, *self.make_data(config)))
 
     def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return the windows for training and for validation. What a window of the validation forecasts is in no other one."""
+        """Make the windows for training and for validation. What a window of the validation forecasts is in no other one."""
         series = config.get("series", seasonal_series)
         series = [torch.as_tensor(each, dtype=torch.float32) for each in (series() if callable(series) else series)]
         held_out = config.get("held_out", 2 * self.horizon)
@@ -93,8 +93,8 @@ class ForecastingOperator(Recipe):
         )
 
     def forecast(self, past: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the quantiles (n, horizon, quantiles) of scaled values, with the level and the scale of each window. Scaling lets one
-        model forecast series of different sizes."""
+        """Forecast the quantiles (n, horizon, quantiles) of scaled values, with the level and the scale of each window. Scaling lets
+        one model forecast series of different sizes."""
         level = past.mean(dim=1, keepdim=True)
         scale = past.std(dim=1, keepdim=True).clamp(min=1e-5)
         with self.autocast():
@@ -148,13 +148,13 @@ class ForecastingOperator(Recipe):
         }
 
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> torch.Tensor:
-        """Return the quantiles (n, horizon, quantiles) of the values after each window."""
+        """Forecast the quantiles (n, horizon, quantiles) of the values after each window."""
         found, level, scale = self.forecast(batch[0] if isinstance(batch, (tuple, list)) else batch)
         return found * scale.unsqueeze(2) + level.unsqueeze(2)
 
 
 def quantile_loss(found: torch.Tensor, values: torch.Tensor, quantiles: torch.Tensor) -> torch.Tensor:
-    """Return the quantile loss (pinball loss) of each quantile of each value."""
+    """Compute the quantile loss (pinball loss) of each quantile of each value."""
     error = values.unsqueeze(-1) - found
     return torch.maximum(quantiles * error, (quantiles - 1) * error)
 
@@ -185,7 +185,7 @@ class SeriesWindows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def seasonal_series(count: int = 40, length: int = 200) -> list[torch.Tensor]:
-    """Return noisy series of different sizes: two seasons, of 12 and 30 steps, and a trend."""
+    """Generate noisy series of different sizes: two seasons, of 12 and 30 steps, and a trend."""
     generator = torch.Generator().manual_seed(0)
     time, found = torch.arange(length), []
     for _ in range(count):

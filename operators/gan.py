@@ -58,7 +58,7 @@ class GANOperator(Recipe):
         return digit_images()
 
     def make_models(self, config: Mapping[str, Any], train_data: Any) -> tuple[nn.Module, nn.Module]:
-        """Return the generator and the discriminator."""
+        """Make the generator and the discriminator."""
         if "generator" in config and "discriminator" in config:
             return config["generator"](), config["discriminator"]()
         shape = train_data[0][0].shape
@@ -75,7 +75,7 @@ class GANOperator(Recipe):
     def make_optimizers(
         self, generator: nn.Module, discriminator: nn.Module, config: Mapping[str, Any]
     ) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-        """Return the optimizers of the generator and of the discriminator."""
+        """Make the optimizers of the generator and of the discriminator."""
         lr = config.get("lr", 2e-4)
         return (
             torch.optim.Adam(generator.parameters(), lr=lr, betas=(0.5, 0.999)),
@@ -120,7 +120,7 @@ class GANOperator(Recipe):
         }
 
     def judge(self, real: torch.Tensor, fake: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the discriminator's loss, and the mean probabilities that it gives real and generated images."""
+        """Compute the discriminator's loss, and the mean probabilities that it gives real and generated images."""
         # One forward pass for both halves: a second one before backward would change buffers that the first one needs.
         logits = self.discriminator(torch.cat([real, fake])).float()
         truth = torch.cat([torch.ones_like(logits[: len(real)]), torch.zeros_like(logits[len(real) :])])
@@ -129,7 +129,7 @@ class GANOperator(Recipe):
         return loss, opinion[: len(real)].mean(), opinion[len(real) :].mean()
 
     def fool(self, fake: torch.Tensor) -> torch.Tensor:
-        """Return the generator's loss, which is small if the discriminator takes its images for real ones."""
+        """Compute the generator's loss, which is small if the discriminator takes its images for real ones."""
         logits = self.discriminator(fake).float()
         return binary_cross_entropy_with_logits(logits, torch.ones_like(logits))
 
@@ -138,7 +138,7 @@ class GANOperator(Recipe):
 
     @torch.no_grad()
     def generate(self, count: int) -> torch.Tensor:
-        """Return new images, on the CPU, from the generator in evaluation mode."""
+        """Generate new images, on the CPU, from the generator in evaluation mode."""
         training = self.generator.training
         self.generator.eval()
         images = self.generator(self.to_device(torch.randn(count, self.latent_size)))
@@ -148,6 +148,6 @@ class GANOperator(Recipe):
 
 
 def digit_images() -> tuple[TensorDataset, TensorDataset]:
-    """Return scikit-learn's digits as images in [-1, 1], without labels. Every fifth is for validation."""
+    """Load scikit-learn's digits as images in [-1, 1], without labels. Every fifth is for validation."""
     train_data, validation_data = digits_data()
     return TensorDataset(2 * train_data.tensors[0] - 1), TensorDataset(2 * validation_data.tensors[0] - 1)

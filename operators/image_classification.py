@@ -107,7 +107,7 @@ class ImageClassificationOperator(Recipe):
         return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=config.get("weight_decay", 0))
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> Any:
-        """Return a learning rate scheduler, or None."""
+        """Make a learning rate scheduler, or None."""
         if "epochs" not in config:
             return config["scheduler"](optimizer) if "scheduler" in config else None
         if "scheduler" in config:
@@ -125,7 +125,7 @@ class ImageClassificationOperator(Recipe):
         return nn.CrossEntropyLoss(label_smoothing=config.get("label_smoothing", 0.0))
 
     def mix(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the images of a batch mixed with those of its reverse, and the labels' shares (Zhang et al., 2018)."""
+        """Mix the images of a batch with those of its reverse, and likewise the labels' shares (Zhang et al., 2018)."""
         if callable(self.mixup):
             mixed: tuple[torch.Tensor, torch.Tensor] = self.mixup(images, labels)
             return mixed
@@ -165,7 +165,7 @@ class ImageClassificationOperator(Recipe):
 
 
 def topk_accuracy(logits: torch.Tensor, labels: torch.Tensor, *, k: int) -> torch.Tensor:
-    """Return the fraction of samples whose label is among the k highest scores, as a tensor on the same device."""
+    """Compute the fraction of samples whose label is among the k highest scores, as a tensor on the same device."""
     best = logits.topk(min(k, logits.size(1)), dim=1).indices
     return (best == labels.unsqueeze(1)).any(dim=1).float().mean()
 
@@ -204,7 +204,7 @@ class SmallConvNet(nn.Module):
 
 
 def digits_data() -> tuple[TensorDataset, TensorDataset]:
-    """Return scikit-learn's 1797 digits as images in [0, 1]. Every fifth is for validation."""
+    """Load scikit-learn's 1797 digits as images in [0, 1]. Every fifth is for validation."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:

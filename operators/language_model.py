@@ -172,17 +172,18 @@ class TokenBlocks(Dataset[Pair]):
 
 
 def as_blocks(data: Any, block_size: int) -> Any:
-    """Return the user's data as a dataset of pairs, or None."""
+    """The user's data as a dataset of pairs, or None."""
     return TokenBlocks(data, block_size) if isinstance(data, torch.Tensor) else data
 
 
 def next_token_loss(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    """Return the mean loss in nats per token."""
+    """Compute the mean loss in nats per token."""
     return cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 
 
 def markov_tokens(length: int = 20_000, *, vocabulary: int = 64, successors: int = 4) -> torch.Tensor:
-    """Return tokens, each followed by one of a few others with equal probability. The best perplexity is `successors`."""
+    """Generate tokens, each followed by one of a few others with equal probability. The best perplexity is
+    `successors`."""
     generator = torch.Generator().manual_seed(0)
     followers = [torch.randperm(vocabulary, generator=generator)[:successors].tolist() for _ in range(vocabulary)]
     token, tokens = 0, []

@@ -23,11 +23,11 @@ class Recipe(TrainingOperator):
     default_optimizer: ClassVar[Callable[..., torch.optim.Optimizer]] = torch.optim.AdamW
 
     def default_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return what `train_data` and `validation_data` are without the config's."""
+        """What `train_data` and `validation_data` are without the config's."""
         raise NotImplementedError
 
     def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return the training and the validation dataset. The second may be None."""
+        """Make the training and the validation dataset. The second may be None."""
         train_data, validation_data = config.get("train_data"), config.get("validation_data")
         if train_data is None:
             train_data, default = self.default_data(config)
@@ -46,7 +46,7 @@ class Recipe(TrainingOperator):
         whole_batches: bool = False,
         **options: Any,
     ) -> dict[str, Any]:
-        """Return the loaders, by their names in `register_data`. `whole_batches` leaves out the training's last batch if it is smaller
+        """Make the loaders, by their names in `register_data`. `whole_batches` leaves out the training's last batch if it is smaller
         than the others."""
         options = {"batch_size": config.get(BATCH_SIZE, config.get("batch_size", self.default_batch_size)), **options}
         return {

@@ -74,7 +74,7 @@ class RecommenderOperator(Recipe):
         return torch.optim.AdamW(model.parameters(), lr=config.get("lr", 1e-2), weight_decay=decay)
 
     def make_metrics(self) -> MetricCollection:
-        """Return the metrics of a validation. An area under a curve depends on the order of all rows, so it is computed on the
+        """Make the metrics of a validation. An area under a curve depends on the order of all rows, so it is computed on the
         rows of all workers, and is not a mean of the workers' areas."""
         return MetricCollection(
             {
@@ -139,8 +139,8 @@ class FactorizationNet(nn.Module):
 
 
 def generated_clicks(count: int = 20_000, *, users: int = 200, items: int = 100) -> tuple[TensorDataset, TensorDataset]:
-    """Return training and validation rows (4 to 1). Whether a user clicks depends on how well the hidden tastes of user and item fit,
-    on the item, and on the first of three numbers."""
+    """Generate training and validation rows (4 to 1). Whether a user clicks depends on how well the hidden tastes of user and item
+    fit, on the item, and on the first of three numbers."""
     generator = torch.Generator().manual_seed(0)
     tastes, kinds = (torch.randn(number, 3, generator=generator) for number in (users, items))
     popular = torch.randn(items, generator=generator)

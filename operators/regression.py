@@ -63,7 +63,8 @@ class RegressionOperator(Recipe):
         return SameShapeMSELoss()
 
     def measure_variance(self, validation_loader: DataLoader[Any]) -> torch.Tensor:
-        """Return the variance of each target over all validation data. This takes one pass over the data, during setup."""
+        """Measure the variance of each target over all validation data. This takes one pass over the data, during
+        setup."""
         targets = torch.cat([target.float() for *_, target in validation_loader])
         return targets.var(dim=0, correction=0)
 
@@ -98,7 +99,7 @@ class SameShapeMSELoss(nn.MSELoss):
 
 
 def linear_data(size: int = 1000, *, features: int = 4, noise: float = 0.1) -> tuple[TensorDataset, TensorDataset]:
-    """Return training and validation data (4 to 1) for `y = 1*x1 + 2*x2 + ... + 1`, the same on every worker."""
+    """Generate training and validation data (4 to 1) for `y = 1*x1 + 2*x2 + ... + 1`, the same on every worker."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(size, features, generator=generator)
     weights = torch.arange(1.0, features + 1.0).unsqueeze(1)

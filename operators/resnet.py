@@ -115,7 +115,7 @@ def ResNet152(config: Mapping[str, Any] | None = None, *, num_classes: int = 10)
 
 
 def _conv(channels_in: int, channels_out: int, *, size: int, stride: int = 1) -> nn.Sequential:
-    """Return a convolution that keeps the image's size (apart from the stride), with batch normalisation."""
+    """Make a convolution that keeps the image's size (apart from the stride), with batch normalisation."""
     return nn.Sequential(
         nn.Conv2d(channels_in, channels_out, size, stride=stride, padding=size // 2, bias=False),
         nn.BatchNorm2d(channels_out),

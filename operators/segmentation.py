@@ -93,7 +93,7 @@ class SegmentationOperator(Recipe):
         return nn.CrossEntropyLoss(ignore_index=self.ignored)
 
     def make_metrics(self) -> MetricCollection:
-        """Return the metrics of a validation. They add up counts over batches and workers, and divide at the end: a mean
+        """Make the metrics of a validation. They add up counts over batches and workers, and divide at the end: a mean
         of the batches' IoUs would be another number."""
         options: dict[str, Any] = {"num_classes": self.classes, "ignore_index": self.ignored}
         names = [str(label) for label in range(self.classes)]
@@ -138,7 +138,7 @@ class SegmentationOperator(Recipe):
         return scores.argmax(dim=1)
 
     def score(self, images: torch.Tensor, size: torch.Size) -> torch.Tensor:
-        """Return the scores (n, classes, height, width), in single precision and in the masks' size."""
+        """Compute the scores (n, classes, height, width), in single precision and in the masks' size."""
         output = self.model(images)
         found = output["out"] if isinstance(output, dict) and "out" in output else getattr(output, "logits", output)
         scores: torch.Tensor = found.float()

@@ -113,7 +113,7 @@ class TextClassificationOperator(Recipe):
         return AutoModelForSequenceClassification.from_config(given)
 
     def make_optimizer(self, model: Any, config: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """Return AdamW, without weight decay for biases and normalization, as is usual for transformers."""
+        """Make AdamW, without weight decay for biases and normalization, as is usual for transformers."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         groups = [
             {
@@ -130,7 +130,7 @@ class TextClassificationOperator(Recipe):
         return get_scheduler(config.get("schedule", "linear"), optimizer, warmup, steps)
 
     def make_metrics(self) -> MetricCollection:
-        """Return the metrics of a validation, which add up counts over all workers. An F1 score is not a mean of F1 scores."""
+        """Make the metrics of a validation, which add up counts over all workers. An F1 score is not a mean of F1 scores."""
         return MetricCollection(
             {
                 "val_accuracy": MulticlassAccuracy(self.classes, average="micro"),
@@ -140,7 +140,7 @@ class TextClassificationOperator(Recipe):
         )
 
     def collate(self, rows: list[Any]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Return a batch of tokens, padded to the longest text of the batch, and the labels."""
+        """Make a batch of tokens, padded to the longest text of the batch, and the labels."""
         *texts, labels = zip(*rows, strict=True)
         tokens = self.tokenizer(
             *map(list, texts), padding=True, truncation=True, max_length=self.max_length, return_tensors="pt"
@@ -172,7 +172,7 @@ class TextClassificationOperator(Recipe):
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int = 8000) -> Any:
-    """Return a tokenizer of the words that occur in these texts, with BERT's special tokens."""
+    """Train a tokenizer of the words that occur in these texts, with BERT's special tokens."""
     special = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     words = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -187,7 +187,7 @@ BAD = ("bland", "clumsy", "dull", "grim", "harsh", "messy", "slow", "stale")
 
 
 def opinions(count: int = 1200) -> list[tuple[str, int]]:
-    """Return texts of three to nine words, and whether most of them are good ones. A third of the texts is good."""
+    """Texts of three to nine words, and whether most of them are good ones. A third of the texts is good."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for _ in range(count):

@@ -30,6 +30,7 @@ from raysgd.errors import (
 from raysgd.version import __version__
 
 if TYPE_CHECKING:
+    from raysgd.core.speed import RankSpeed, Speed
     from raysgd.engine.engine import shutdown_all
     from raysgd.tf.trainer import TFTrainer as TFTrainer
     from raysgd.torch.creators import CreatorOperator
@@ -52,9 +53,11 @@ __all__ = [
     "NonFiniteError",
     "NotActiveError",
     "OutOfStepError",
+    "RankSpeed",
     "RaysgdError",
     "Recovery",
     "ResourceError",
+    "Speed",
     "TorchTrainer",
     "TrainerBusyError",
     "TrainingFailedError",
@@ -72,6 +75,8 @@ _HOMES = {
     "TrainingOptions": "raysgd.torch.options",
     "CreatorOperator": "raysgd.torch.creators",
     "TFTrainer": "raysgd.tf.trainer",
+    "Speed": "raysgd.core.speed",
+    "RankSpeed": "raysgd.core.speed",
     "shutdown_all": "raysgd.engine.engine",
     "AutoCheckpoint": "raysgd.training.auto_checkpoint",
     "PyTorchTrainer": REFUSED,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from raysgd.errors import ConfigError, suggesting_fields
+from raysgd.errors import ConfigError, shown, suggesting_fields
+
+T = TypeVar("T")
 
 # A process group forms, and a machine answers, within seconds or not at all: a longer wait means a wrong address or a
 # firewall.
@@ -17,7 +19,7 @@ SILENT_AT_LEAST_S = 10.0  # an import can block all threads of its process for a
 
 
 def is_real(value: Any) -> bool:
-    """Return whether a value is an int or a float. Booleans are not."""
+    """Whether a value is an int or a float. Booleans are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -37,6 +39,15 @@ def one_of(name: str, value: Any, *allowed: Any) -> None:
     if value not in allowed:
         *others, last = map(repr, allowed)
         raise ConfigError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
+
+
+def object_of(kind: type[T], name: str, value: Any) -> T | None:
+    """Check that an argument is None or an object of this class of raysgd. Raise ConfigError for
+    others."""
+    if value is None or isinstance(value, kind):
+        return value
+    own = kind.__name__
+    raise ConfigError(f"{name} must be a raysgd.{own}, got {shown(value)}: pass an object, {own}(...)")
 
 
 def check_flags(**flags: Any) -> None:
@@ -123,6 +134,8 @@ class ElasticConfig:
     batch            "auto": a batch is divided into `num_workers` parts, and fewer workers compute
                      the same parts, if the operator follows the contract of `train_batch`;
                      otherwise "per_worker": each worker keeps its batch size
+    shares           how the `parts` of a `TorchTrainer` are dealt to its workers: "equal"; "speed":
+                     in proportion to the speed of each; or a weight for each, such as [3, 1]
     lr               with "per_worker" or "auto", how learning rates follow the number of workers:
                      "linear", "sqrt" or None (not at all)
     snapshot_every   how often to take the snapshot that new processes start from when no worker is
@@ -141,6 +154,7 @@ class ElasticConfig:
     hang_timeout_s: float = 600.0
     grow: Grow = True
     batch: Literal["auto", "per_worker"] = "auto"
+    shares: Literal["equal", "speed"] | Sequence[float] = "equal"
     lr: Literal["linear", "sqrt"] | None = None
     snapshot_every: Literal["epoch"] | int | float | None = "epoch"
     hot_spares: int = 0
@@ -153,6 +167,11 @@ class ElasticConfig:
         at_least("backoff_max_s", self.backoff_max_s, self.backoff_s)
         above_0("hang_timeout_s", self.hang_timeout_s)
         one_of("batch", self.batch, "auto", "per_worker")
+        weights = isinstance(self.shares, (list, tuple)) and all(is_real(each) and each > 0 for each in self.shares)
+        if not weights and self.shares not in ("equal", "speed"):
+            raise ConfigError(
+                f"shares must be 'equal', 'speed' or a list with a number above 0 for each worker, got {self.shares!r}"
+            )
         if is_real(self.lr):
             raise ConfigError(
                 f"lr of ElasticConfig is a rule, 'linear', 'sqrt' or None, got {self.lr!r}. The learning rate itself is an argument of "
@@ -178,8 +197,13 @@ def refuse_comparison(elastic: ElasticConfig, why: str) -> None:
         )
 
 
-def refuse_rates(elastic: ElasticConfig, why: str) -> None:
-    """Raise ConfigError if `lr` is set where raysgd does not scale learning rates."""
+def refuse_of_torch(elastic: ElasticConfig, why: str) -> None:
+    """Raise ConfigError if `lr` is set where raysgd does not scale learning rates, or `shares`
+    where it divides no batch into parts."""
+    if elastic.shares != "equal":
+        raise ConfigError(
+            f"ElasticConfig(shares={elastic.shares!r}) is for TorchTrainer, which divides a batch into parts: leave shares out"
+        )
     if elastic.lr is not None:
         raise ConfigError(f"ElasticConfig(lr={elastic.lr!r}) is for TorchTrainer: {why}. Leave lr out")
 
@@ -196,8 +220,8 @@ class WorkerResources:
     def parse(
         cls, num_cpus: Any, use_gpu: bool, resources: Mapping[str, Any] | None, *, gpu_asked: bool | None = None
     ) -> WorkerResources:
-        """Return the resources that a trainer's arguments mean; `resources_per_worker` overrides
-        the others, key by key.
+        """Find the resources that a trainer's arguments mean; `resources_per_worker` overrides the
+        others, key by key.
 
         `gpu_asked` is the argument `use_gpu`: True, False, or None for "auto".
         """
@@ -221,7 +245,7 @@ class WorkerResources:
         return {name: amount for name, amount in named.items() if amount}
 
     def fits(self, free: Mapping[str, float]) -> int:
-        """Return how many such workers a node (or cluster) with the resources `free` can hold."""
+        """Count how many such workers a node (or cluster) with the resources `free` can hold."""
         wanted = self.as_dict()
         if not wanted:
             return 1 << 20

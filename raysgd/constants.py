@@ -4,6 +4,9 @@
 NUM_SAMPLES = "num_samples"
 BATCH_COUNT = "batch_count"
 
+# Attribute of a metric: its weight. The loss of the default methods has it, and stays a tensor for code that reads it.
+WEIGHT = "_raysgd_weight"
+
 # Key of the operator's config: the batch size of all workers together. Each worker gets its part of it.
 BATCH_SIZE = "*batch_size"
 

@@ -13,7 +13,7 @@ CONTROL_PORT, FIRST_PORT, LAST_PORT = "RAYSGD_CONTROL_PORT", 1024, 65535
 
 
 def seconds_from_environment(name: str, default: int) -> int:
-    """Return the seconds that an environment variable sets, or the default."""
+    """Read the seconds that an environment variable sets, or the default."""
     text = os.environ.get(name, "").strip()
     if not text:
         return default
@@ -26,7 +26,7 @@ def seconds_from_environment(name: str, default: int) -> int:
 
 
 def control_ports() -> range | None:
-    """Return the ports on which the driver may listen; None: the system chooses."""
+    """Read the ports on which the driver may listen; None: the system chooses."""
     text = os.environ.get(CONTROL_PORT, "").strip()
     if not text:
         return None
@@ -41,7 +41,7 @@ def control_ports() -> range | None:
 
 
 def flag_from_environment(name: str, *, default: bool = False) -> bool:
-    """Return whether an environment variable switches something on, or the default."""
+    """Whether an environment variable switches something on, or the default."""
     text = os.environ.get(name, "").strip().lower()
     if text not in ("", "0", "1", "false", "true"):
         raise ConfigError(f"the environment variable {name} is {text!r}; it must be 0 or 1. Correct it, or unset it.")
@@ -49,5 +49,5 @@ def flag_from_environment(name: str, *, default: bool = False) -> bool:
 
 
 def start_limit_s() -> float:
-    """Return how long the start of workers may wait for room in the cluster."""
+    """How long the start of workers may wait for room in the cluster."""
     return float(seconds_from_environment(START_LIMIT, 100))

@@ -26,6 +26,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CodeType
 from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -95,7 +96,7 @@ class WorkerStartError(RaysgdError, RuntimeError):
 
 
 def shown(value: Any, most: int = 200) -> str:
-    """Return the value's `repr`, shortened. Never raise, even if `__repr__` does."""
+    """Show the value's `repr`, shortened. Never raise, even if `__repr__` does."""
     try:
         text = repr(value)
     except Exception as error:
@@ -104,7 +105,7 @@ def shown(value: Any, most: int = 200) -> str:
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """Return a number with its noun.
+    """A number with its noun.
 
     >>> counted(1, "batch", "batches"), counted(2000, "worker")
     ('1 batch', '2,000 workers')
@@ -113,7 +114,7 @@ def counted(number: int, one: str, many: str = "") -> str:
 
 
 def ranked(ranks: Iterable[int]) -> str:
-    """Return ranks with their noun.
+    """Ranks with their noun.
 
     >>> ranked([1]), ranked([0, 2])
     ('rank 1', 'ranks 0, 2')
@@ -123,7 +124,7 @@ def ranked(ranks: Iterable[int]) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Return `str(value)`. Never raise, even if the value's `__str__` does."""
+    """Call `str(value)`. Never raise, even if the value's `__str__` does."""
     try:
         return str(value)
     except Exception as error:
@@ -131,7 +132,7 @@ def text_of(value: Any) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Return an exception's type and text, for a message."""
+    """An exception's type and text, for a message."""
     return f"{type(error).__name__}: {text_of(error)}"
 
 
@@ -179,10 +180,28 @@ ELSEWHERE = {
 
 
 def close_to(name: str, known: Iterable[str]) -> str:
-    """Return the name among these that was most likely meant, "" if none is similar."""
+    """Find the name among these that was most likely meant, "" if none is similar."""
     names = list(known)
     same = [ours for ours, theirs in ELSEWHERE.items() if name in theirs and ours in names]
     return next(iter(same or difflib.get_close_matches(name, names, n=1, cutoff=0.65)), "")
+
+
+def never_called(kinds: Iterable[type], hooks: type) -> dict[str, type]:
+    """Find the public methods of a user's classes that `hooks`, raysgd's base, does not have, and
+    that no method of these classes uses, with their classes."""
+    methods = [(name, each, kind) for kind in kinds for name, each in vars(kind).items() if inspect.isfunction(each)]
+    used = {name for _, each, _ in methods for name in _names_in(inspect.unwrap(each).__code__)}
+    return {
+        name: kind for name, _, kind in methods if not (name in used or name.startswith("_") or hasattr(hooks, name))
+    }
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names of attributes that a function and those within it use."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)
 
 
 def suggesting(function: F) -> F:

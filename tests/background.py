@@ -2,8 +2,8 @@
 
 A test names its script in a mark, and gets a function that returns the script's outcome:
 
-    @pytest.mark.script("quickstart.py", run=run)   # run(background, "quickstart.py"), and the test's own parameters
-    def test_quickstart(outcome):
+    @pytest.mark.script("two_models.py", run=run)   # run(background, "two_models.py"), and the test's own parameters
+    def test_two_models(outcome):
         assert "done" in outcome()
 """
 

@@ -24,6 +24,11 @@ from tests.tiers import TIER, lacks, selects
 
 ROOT = Path(__file__).resolve().parent.parent
 
+NAMES_OF_PACKAGES = {
+    "tensorflow": "tensorflow|TFTrainer",
+    "lightning": "train.lightning",
+    "transformers": "train.huggingface",
+}
 GUARD = pytest.StashKey[Guard]()
 FOLDER = pytest.StashKey[Path]()
 
@@ -105,12 +110,13 @@ def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def tensorflow_workers(request: pytest.FixtureRequest, forks: ForkServer | None) -> Iterator[None]:
-    """In modules that name TensorFlow and use the cluster, let Ray start workers that have imported it."""
-    names_it = re.search("tensorflow|TFTrainer", request.path.read_text(encoding="utf-8"))
+def workers_with_packages(request: pytest.FixtureRequest, forks: ForkServer | None) -> Iterator[None]:
+    """In modules that name one of these packages and use the cluster, let Ray start workers that have imported it."""
+    text = request.path.read_text(encoding="utf-8")
+    kind = next((kind for kind, names in NAMES_OF_PACKAGES.items() if re.search(names, text)), None)
     mine = [item for item in request.session.items if item.path == request.path]
-    used = names_it and any("ray_cluster" in getattr(item, "fixturenames", ()) for item in mine)
-    with forks.with_tensorflow() if used and forks is not None else nullcontext():
+    used = kind and any("ray_cluster" in getattr(item, "fixturenames", ()) for item in mine)
+    with forks.having(kind) if used and forks is not None else nullcontext():
         yield
 
 

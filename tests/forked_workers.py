@@ -12,7 +12,7 @@ script of Ray that the interpreter would have run. From there on nothing differs
 imports Ray, registers with the raylet, and can be killed.
 
 Two servers with different hash seeds take turns, so that the iteration order of sets differs between ranks, as it does
-outside the tests. During `forks.with_tensorflow()`, two other servers do, which have also imported TensorFlow. All other
+outside the tests. During `forks.having("tensorflow")`, two other servers do, which have also imported TensorFlow. All other
 processes of Ray, and workers with a `runtime_env`, start as usual. With RAYSGD_FORKED_WORKERS=0 all workers do.
 """
 
@@ -45,7 +45,7 @@ def forked():
         return False
     with socket.socket(socket.AF_UNIX) as server:
         try:
-            kind = "tensorflow" if os.path.exists({address!r} + "tensorflow") else "torch"
+            kind = next((each for each in {kinds} if os.path.exists({address!r} + each)), "torch")
             server.connect({address!r} + kind + str(os.getpid() % {servers}))
         except OSError:  # the server is still importing
             return False
@@ -57,6 +57,7 @@ if not forked():
     os.execv({python!r}, [{python!r}, *ARGUMENTS])
 """
 SERVERS = 2
+KINDS = ("tensorflow", "lightning", "transformers")
 LOOK_S = 5.0
 # Python imports this module at its start, if the folder is in PYTHONPATH. It does for scripts what `used_by_ray` does
 # for this process, but not for the interpreters of other environments.
@@ -80,7 +81,8 @@ class ForkServer:
         self._address = str(folder / "fork-")
         self._launcher = folder / "python"
         network = os.readlink("/proc/self/ns/net")
-        launcher = LAUNCHER.format(python=sys.executable, address=self._address, servers=SERVERS, network=network)
+        settings = {"address": self._address, "servers": SERVERS, "kinds": KINDS, "network": network}
+        launcher = LAUNCHER.format(python=sys.executable, **settings)
         self._launcher.write_text(launcher)
         self._launcher.chmod(0o755)
         self.customization = folder / "forks"
@@ -118,10 +120,11 @@ class ForkServer:
             sys.executable = interpreter
 
     @contextmanager
-    def with_tensorflow(self) -> Iterator[None]:
-        """Let workers that start in this block have imported TensorFlow, which takes four seconds of CPU time."""
-        self.start("tensorflow")
-        used = Path(self._address + "tensorflow")
+    def having(self, kind: str) -> Iterator[None]:
+        """Let workers that start in this block have imported TensorFlow, Lightning or transformers, which takes three to four
+        seconds of CPU time."""
+        self.start(kind)
+        used = Path(self._address + kind)
         used.touch()
         try:
             yield
@@ -233,7 +236,13 @@ def preload(kind: str) -> None:
         with suppress(ImportError):  # another version of Ray need not have it
             import_module(name)
     if kind == "tensorflow":
-        import raysgd.tf.replica  # noqa: F401
+        import raysgd.tf.replica
+    elif kind == "lightning":
+        import raysgd.train.lightning  # noqa: F401
+    elif kind == "transformers":
+        for name in ("transformers.models.bert.modeling_bert", "transformers.models.llama.modeling_llama"):
+            import_module(name)
+        import_module("raysgd.train.huggingface.transformers")
 
     assert "ray" not in sys.modules
 

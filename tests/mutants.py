@@ -7,6 +7,7 @@ functions are in `tests/simulation`, those of a replica's steps in `tests/local/
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -143,7 +144,49 @@ def leave_one_shard_out_of_a_save(patch: Patch) -> None:
 
 @mutant("tests/training/test_background_saves.py::test_save_returns_before_the_file_exists_and_shutdown_waits_for_it")
 def store_the_live_tensors_in_the_background(patch: Patch) -> None:
-    instead("raysgd.torch.checkpoint.states.unchanging", lambda state, *, in_shards: state)(patch)
+    uncopied = lambda state, memory, *, in_shards: (state, contextlib.nullcontext())  # noqa: E731
+    instead("raysgd.torch.checkpoint.states.unchanging", uncopied)(patch)
+
+
+@mutant(
+    "tests/contracts/test_replica.py::test_no_step_waits_until_a_snapshot_is_packed_which_has_the_bits_of_its_step[torch]"
+)
+def pack_the_live_tensors_later(patch: Patch) -> None:
+    from raysgd.torch.checkpoint.packing import packed
+    from raysgd.torch.replica import TorchReplica
+
+    class Later(contextlib.ExitStack):
+        def __init__(self, state: Any) -> None:
+            super().__init__()
+            self.size, self.state = 1, state
+
+        def __enter__(self) -> Any:
+            return [packed(self.state)]
+
+    patch.setattr(TorchReplica, "_copy", lambda self, state: Later(state))
+
+
+@mutant(
+    "tests/torch/checkpoint/test_host_memory.py::test_later_steps_do_not_change_a_copy_and_its_memory_is_used_again"
+)
+def use_the_memory_of_a_copy_that_is_not_sent_yet(patch: Patch) -> None:
+    from raysgd.torch.checkpoint.host_memory import HostMemory
+
+    original = HostMemory.copy
+
+    def copy(self: Any, layout: Any) -> Any:
+        made = original(self, layout)
+        self._kept[:] = [made.room]
+        return made
+
+    patch.setattr(HostMemory, "copy", copy)
+
+
+@mutant("tests/torch/checkpoint/test_host_memory.py::test_only_another_thread_waits_for_a_gpu")
+def send_before_the_device_has_copied(patch: Patch) -> None:
+    from raysgd.torch.checkpoint.host_memory import HostCopy
+
+    patch.setattr(HostCopy, "__enter__", lambda self: [self.room.numpy().data[: self.size]])
 
 
 @mutant("tests/torch/checkpoint/test_states.py::test_every_save_has_the_versions_of_modules")

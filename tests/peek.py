@@ -9,29 +9,29 @@ from unittest.mock import patch as patched
 
 def parts_of(operator: Any) -> Any:
     """Return what an operator has registered: `optimizers`, `schedulers`, `averages`, and loaders by the names of `register_data`."""
-    return operator._parts
+    return operator._internals.parts
 
 
 def models_of(operator: Any) -> list[Any]:
     """Return its models, without the wrappers of several workers."""
-    models: list[Any] = operator._parts.models
+    models: list[Any] = operator._internals.parts.models
     return models
 
 
 def options_of(operator: Any) -> Any:
     """Return the `TrainingOptions` with which it trains."""
-    return operator._settings.options
+    return operator._internals.settings.options
 
 
 def rows_now(operator: Any) -> list[int]:
     """Return the indices of the samples in the running batch."""
-    rows: list[int] = operator._feed.step.current.indices
+    rows: list[int] = operator._internals.feed.step.current.indices
     return rows
 
 
 def weighs_arriving_gradients(operator: Any) -> bool:
     """Return whether hooks on the registered parameters weigh gradients, in backward passes that user code makes itself."""
-    return bool(operator._weigh._hooks)
+    return bool(operator._internals.weigh._hooks)
 
 
 def finish_saves(trainer: Any) -> None:
@@ -99,17 +99,17 @@ def drain_node(trainer: Any, patch: Any, until: Callable[[], bool], limit_s: flo
 
 def want_workers(trainer: Any, number: int) -> None:
     """Let a started Trainer of functions grow to this number when it next can."""
-    trainer._executor._active()._membership.target = number
+    trainer._executor._require_workers().engine._membership.target = number
 
 
 def run_with_shards(trainer: Any, function: Any, data: dict[str, Any], config: Any, folder: Path) -> list[Any]:
     """Run a function like a trainer with a dataset_config, which `Trainer.run(dataset=...)` does not have."""
-    from raysgd.ray_data.splits import make_splits
     from raysgd.train.job import FunctionJob
+    from raysgd.train.splits import make_splits
 
     executor = trainer._executor
     job = FunctionJob(function=function, shards=make_splits(data, config))
-    executor.begin(job, job.manager(folder / "checkpoints"))
+    executor.begin(job, job.make_manager(folder / "checkpoints"))
     results: list[Any] = executor.finish_training()
     return results
 
@@ -122,7 +122,7 @@ def pace_of(history: Any) -> list[tuple[float, float, int]]:
 
 def settings_of(trainer: Any) -> dict[str, Any]:
     """Return what the record of a run stores of a DataParallelTrainer."""
-    settings: dict[str, Any] = trainer._packed()
+    settings: dict[str, Any] = trainer._pack_settings()
     return settings
 
 

@@ -10,20 +10,27 @@ A rank exchanges nothing with others. No other module of the tests makes replica
 import copy
 import pickle
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from raysgd import train
+from raysgd.config import ElasticConfig
+from raysgd.core.control import Control
 from raysgd.core.messages import FunctionReport, StartDealer
 from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import Interrupted
-from raysgd.core.progress import Control, Progress
+from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.train.replica import STOP_SIGNAL, FunctionReplica, FunctionReplicaFactory
 from raysgd.train.session_functions import Attempt, Codec
+from raysgd.training import evaluation
 from raysgd.training.loading import take_over
-from raysgd.training.replica_base import OperatorReplicaFactory, ReplicaBase, apply_operator
+from raysgd.training.replica_base import ReplicaBase
+from raysgd.training.settings import OperatorReplicaFactory
+from raysgd.training.user_functions import apply_operator
 from raysgd.workers.calls import Blob
 
 __all__ = [
@@ -38,6 +45,8 @@ __all__ = [
     "torch_rank",
     "train_call",
 ]
+
+NO_SNAPSHOTS = ElasticConfig(snapshot_every=None)
 
 
 class Rank:
@@ -106,9 +115,18 @@ class Rank:
 
     def outlive_driver(self) -> None:
         """Be a worker of a trainer with a name."""
-        self._control.outlives_driver = True
 
     # -- state
+
+    def pack_snapshots_when(self, ready: threading.Event) -> None:
+        """Let the thread that packs and sends snapshots wait for this before it packs one."""
+        copy_now = self.replica.copy
+
+        def late(state: dict[str, Any]) -> Any:
+            copied, size = copy_now(state)
+            return _packed_when(copied, ready), size
+
+        self.replica.copy = late
 
     def taken_over(self, make: Callable[[], Any]) -> Any:
         """Return the rank of another script, which continues in this process."""
@@ -127,6 +145,14 @@ class Rank:
 
     def close(self) -> None:
         self.replica.close()
+
+
+@contextmanager
+def _packed_when(copied: Any, ready: threading.Event) -> Iterator[Any]:
+    """Pack a snapshot later."""
+    assert ready.wait(60)
+    with copied as buffers:
+        yield buffers
 
 
 class OperatorRank(Rank):
@@ -152,10 +178,10 @@ class OperatorRank(Rank):
         return self._metrics(ReplicaBase.train, call, num_steps, **more)
 
     def validate(self, call: int = 1, num_steps: int | None = None) -> Any:
-        return self._metrics(ReplicaBase.validate, call, num_steps)
+        return self._metrics(evaluation.validate, call, num_steps)
 
     def test(self, call: int = 1, num_steps: int | None = None) -> Any:
-        return self._metrics(ReplicaBase.test, call, num_steps)
+        return self._metrics(evaluation.test, call, num_steps)
 
     def _metrics(self, method: Callable[..., Any], call: int, num_steps: int | None, **more: Any) -> Any:
         found = self.replica.run(train_call(call, num_steps, method, **more))
@@ -184,11 +210,11 @@ class OperatorRank(Rank):
 def torch_rank(
     operator: type[Any], config: dict[str, Any] | None = None, rank: int = 0, ranks: int = 1, **settings: Any
 ) -> OperatorRank:
-    """Return a rank of a TorchTrainer. There are as many workers as it was made for, unless `num_workers` says otherwise."""
+    """Return a rank of a TorchTrainer, which works alone and takes no snapshots unless its settings say otherwise."""
     from raysgd.torch.replica import TorchReplica
     from raysgd.torch.settings import TorchSettings
 
-    given = TorchSettings(**{"num_workers": ranks, **settings})
+    given = TorchSettings(**{"num_workers": ranks, "alone": True, "elastic": NO_SNAPSHOTS, **settings})
     return OperatorRank(OperatorReplicaFactory(TorchReplica, operator, config or {}, given), rank, ranks)
 
 
@@ -212,18 +238,21 @@ def operator_alone(operator: type[Any], config: dict[str, Any] | None = None, **
     """Return an operator for PyTorch that no replica trains."""
     from raysgd.torch.settings import TorchSettings
 
-    return operator(config or {}, settings=TorchSettings(**settings))
+    return operator(config or {}, settings=TorchSettings(**{"alone": True, **settings}))
 
 
-def tf_rank(operator: Any, config: dict[str, Any] | None = None, rank: int = 0, **settings: Any) -> OperatorRank:
+def tf_rank(
+    operator: Any, config: dict[str, Any] | None = None, rank: int = 0, ranks: int = 1, **settings: Any
+) -> OperatorRank:
     """Return a rank of a TFTrainer with this operator, or with a pair of creators, in a group of one: TensorFlow would wait for
-    others."""
+    others, unless the test replaces the channel's collective."""
     from raysgd.tf.compiled import operator_from_creators
     from raysgd.tf.replica import TFReplica
     from raysgd.training.settings import ReplicaSettings
 
     operator = operator_from_creators(*operator) if isinstance(operator, tuple) else operator
-    return OperatorRank(OperatorReplicaFactory(TFReplica, operator, config or {}, ReplicaSettings(**settings)), rank)
+    given = ReplicaSettings(**{"elastic": NO_SNAPSHOTS, **settings})
+    return OperatorRank(OperatorReplicaFactory(TFReplica, operator, config or {}, given), rank, ranks)
 
 
 class FunctionRank(Rank):

@@ -22,16 +22,17 @@ FILES = sorted([*LIBRARY, *(ROOT / "operators").rglob("*.py")])
 # file of a lower layer may import them.
 LAYERS = {
     "0": "errors config environment constants version core",
-    "1a": "storage callbacks data ray_data/columns",
-    "1b": "torch tf horovod train training",
-    "2": "workers ray_data callbacks/ray_metrics",
+    "1a": "storage callbacks data ray_data",
+    "1b": "torch tf horovod train training data/sample_seeds",
+    "2": "workers callbacks/ray_metrics",
     "3": "engine",
     "4": "torch/trainer torch/setup torch/strategies torch/checkpoint/sharded tf/trainer train/trainer train/executor "
-    "train/driver train/job train/rounds train/worker_group train/fit/run train/fit/trainer train/fit/frameworks train/trials "
-    "training/call_runner training/named training/trainer_base training/loads training/saves tune",
+    "train/driver train/hooks train/job train/rounds train/worker_group train/fit/run train/fit/trainer train/fit/frameworks train/splits "
+    "train/trials training/call_runner training/description training/named training/trainer_base training/loads "
+    "training/saves tune horovod/strategy",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__ "
-    "train/torch train/tensorflow train/horovod",
-    "5b": "operators cli compat",
+    "train/torch train/tensorflow train/horovod train/lightning",
+    "5b": "operators cli compat demo",
 }
 LAYER_OF = {unit: layer for layer, units in LAYERS.items() for unit in units.split()}
 
@@ -39,20 +40,23 @@ LAYER_OF = {unit: layer for layer, units in LAYERS.items() for unit in units.spl
 SHARED = {"errors", "config", "environment", "constants", "version"}
 SIBLINGS = {
     "callbacks": {"storage"},
-    "data": {"ray_data/columns"},
-    "train": {"torch", "tf", "horovod"},
-    "torch": {"training"},
+    "data": {"ray_data"},
+    "train": {"torch", "tf", "training"},
+    "data/sample_seeds": {"training"},
+    "torch": {"data/sample_seeds", "training"},
     "tf": {"training"},
     "horovod": {"torch"},
-    "ray_data": {"workers"},
-    "workers": {"ray_data"},
+    "horovod/strategy": {"torch/strategies"},
+    "train/job": {"train/splits"},
     "train/rounds": {"train/job"},
-    "train/driver": {"train/job", "train/rounds", "train/worker_group"},
+    "train/driver": {"train/hooks", "train/job", "train/rounds", "train/worker_group"},
+    "train/hooks": {"train/worker_group"},
     "train/executor": {"train/driver", "train/job", "train/worker_group"},
-    "train/trainer": {"train/driver", "train/job", "train/trials", "train/worker_group"},
+    "train/trainer": {"train/driver", "train/job", "train/splits", "train/trials", "train/worker_group"},
     "train/fit/run": {"train/driver", "train/job", "train/rounds"},
-    "train/fit/trainer": {"train/driver", "train/fit/run", "train/job", "train/trials"},
+    "train/fit/trainer": {"train/driver", "train/fit/run", "train/job", "train/splits", "train/trials"},
     "train/fit/frameworks": {"train/fit/trainer"},
+    "train/lightning": {"train/torch"},
     "train/trials": {"train/driver", "train/job"},
     "tune": {"train/trials", "tf/trainer", "torch/setup"},
     "torch/trainer": {
@@ -60,20 +64,37 @@ SIBLINGS = {
         "torch/setup",
         "torch/strategies",
         "training/call_runner",
-        "training/loads",
+        "training/description",
+        "training/named",
         "training/saves",
         "training/trainer_base",
     },
     "torch/checkpoint/sharded": {"training/loads", "training/saves"},
-    "tf/trainer": {"training/call_runner", "training/loads", "training/saves", "training/trainer_base"},
+    "tf/trainer": {"training/call_runner", "training/description", "training/named", "training/trainer_base"},
     "training/call_runner": {"training/named"},
-    "training/trainer_base": {"training/call_runner", "training/named", "training/saves"},
+    "training/description": {"training/call_runner", "training/named"},
+    "training/trainer_base": {
+        "training/call_runner",
+        "training/description",
+        "training/loads",
+        "training/named",
+        "training/saves",
+    },
 }
 
 # Where each package of other projects may be imported.
 HOMES = {
     "ray": {"workers", "ray_data", "callbacks/ray_metrics", "train/trials", "tune", "compat"},
-    "torch": {"torch", "horovod", "train", "operators", "compat/torch_functions", "storage/values"},
+    "torch": {
+        "torch",
+        "horovod",
+        "train",
+        "operators",
+        "data/sample_seeds",
+        "compat/torch_functions",
+        "demo",
+        "storage/values",
+    },
     "tensorflow": {"tf", "horovod", "train", "operators"},
     "keras": {"tf", "operators"},
     "horovod": {"horovod"},
@@ -85,7 +106,7 @@ LONGEST, LONGEST_IN_TESTS = 40, 60  # a test may hold a table
 # Names that begin with an underscore although they are not private: Python's own, and those that fsspec documents for its
 # file systems. (The names in a checkpoint's pickle are strings: they are part of the file format.)
 NOT_PRIVATE = {
-    *("_Unpickler", "_asdict", "_current_frames", "_exit", "_fields", "_replace"),
+    *("_Unpickler", "_asdict", "_current_frames", "_exit", "_fields", "_make", "_replace"),
     *("_parent", "_strip_protocol"),
 }
 PRIVATE_PACKAGES = ("tensorflow.python", "keras.src")
@@ -106,9 +127,9 @@ def target(module: str) -> str:
     return name if name in NAMES else f"{name}/__init__".lstrip("/")
 
 
-def imports_of(path: Path) -> tuple[set[str], set[str]]:
-    """Return the names of the library's files that a file imports, and of other packages. Imports in functions count, those
-    for type checkers only do not."""
+def imports_of(path: Path, *, types: bool = False) -> tuple[set[str], set[str]]:
+    """Return the names of the library's files that a file imports, and of other packages. Imports in functions count, and
+    with `types` those for type checkers only."""
     package = ".".join(["raysgd", *name_of(path).split("/")[:-1]])
     found: set[str] = set()
     todo: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
@@ -121,7 +142,7 @@ def imports_of(path: Path) -> tuple[set[str], set[str]]:
             inner = {f"{base}.{alias.name}" for alias in node.names}
             modules = {name for name in inner if base.startswith("raysgd") and target(name) in NAMES}
             found |= modules if modules == inner else modules | {base}
-        only_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        only_for_types = not types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         todo.extend(node.orelse if isinstance(node, ast.If) and only_for_types else ast.iter_child_nodes(node))
     inside = {target(module) for module in found if module.split(".")[0] == "raysgd"}
     return inside - {name_of(path)}, {module.split(".")[0] for module in found} - {"raysgd"}
@@ -151,13 +172,24 @@ def wrong_imports(path: Path) -> Iterator[str]:
         yield f"layer 0 must not import {sorted(others)}, only the standard library"
 
 
+def folder_of(name: str) -> str:
+    """Return the folder of a file: `train/fit`, but `torch` for those in `torch/data`, which use the files beside them."""
+    return "torch" if name.startswith("torch/") else name.rpartition("/")[0] or name
+
+
 def cycles() -> Iterator[str]:
-    """Imports in functions count, too."""
-    graph = {name_of(path): {each for each in imports_of(path)[0] if not each.endswith("__init__")} for path in FILES}
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        yield f"these files import each other in a circle: {' <- '.join(error.args[1])}"
+    """Imports in functions count, and those for types, but not the `__init__` files, which collect names for users."""
+    named = {name_of(path): imports_of(path, types=True)[0] for path in FILES if path.name != "__init__.py"}
+    files = {name: {each for each in others if not each.endswith("__init__")} for name, others in named.items()}
+    folders: dict[str, set[str]] = {}
+    for name, others in files.items():
+        folder = folder_of(name)
+        folders.setdefault(folder, set()).update({folder_of(each) for each in others} - {folder})
+    for kind, graph in (("files", files), ("folders", folders)):
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            yield f"these {kind} import each other in a circle: {' <- '.join(error.args[1])}"
 
 
 def is_private(name: object) -> bool:

@@ -4,7 +4,8 @@ Links have a text, because GitHub shows none for an empty one, and lead to a pag
 which has the same anchor on GitHub and on the site; pictures exist. Blocks are Python, or of a
 known language, and fit on the page. The API reference has each public class, and a docstring
 describes each argument that a page shows. Versions are the tested ones everywhere, figures those of
-the benchmarks' stored results, and the tests that hold a promise are run for each change.
+the benchmarks' stored results, and the tests that hold a promise are run for each change. The track
+record is that of its rows and of the tests.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from pathlib import Path
 from textwrap import dedent
 from types import ModuleType
 from typing import Any
+
+from raysgd.version import __repository__
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)])
@@ -144,13 +147,24 @@ def wrong_readme() -> Iterator[str]:
     """The first example needs only what its pip line installs."""
     text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## A first example")[2]
     line, code = re.findall(r"(?ms)^```bash\n(pip install .*?)\n```.*?^```python\n(.*?)^```", text)[0]
-    installed = {re.sub(r"\[.*", "", word.strip('"')) for word in line.partition("#")[0].split()[2:]}
-    installed |= set(re.findall(r"raysgd\[(\w+)\]", line))  # an extra has the name of what it adds
+    installed = {
+        "raysgd",
+        *line.partition("#")[0].split()[3:],
+        *re.findall(r"\[(\w+)\]", line),
+    }  # an extra is named after its package
     nodes = list(ast.walk(ast.parse(code)))
     modules = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
     modules |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     needed = {module.partition(".")[0].replace("sklearn", "scikit-learn") for module in modules}
     yield from (f"README.md: the pip line does not install {each}" for each in sorted(needed - installed))
+
+
+def wrong_source() -> Iterator[str]:
+    """As soon as the source has an address, the first pages install from there."""
+    line = f'pip install "raysgd[torch] @ git+{__repository__}"'
+    for page in ("README.md", "docs/getting_started.md", "docs/index.md"):
+        if __repository__ and line not in (ROOT / page).read_text(encoding="utf-8"):
+            yield f"{page}: no line {line}"
 
 
 # -- The API reference --------------------------------------------------------------------------------
@@ -160,7 +174,7 @@ PACKAGES = ("raysgd", "raysgd.train", "raysgd.train.torch", "raysgd.callbacks", 
 NOT_CREATED = {"TrainingOperator", "CreatorOperator", "TrainingIterator", "ElasticState", "TrainContext"}
 NOT_CREATED |= {"ElasticLoader", "BaseTorchTrainable", "TFTrainable"}
 # Older names for a class that has a page, and what Tune calls.
-NO_PAGE = {"SGDCallback", "SGDIterator", "FunctionTrial", "DistributedTrainable"}
+NO_PAGE = {"SGDCallback", "SGDIterator", "DistributedTrainable"}
 
 
 def loaded(path: Path) -> ModuleType:
@@ -301,15 +315,23 @@ def wrong_guarantees() -> Iterator[str]:
             yield f"docs/guarantees.md names {name}, which has no test in `make test` or `make more`"
 
 
+def wrong_track_record() -> Iterator[str]:
+    """The track record is that of its rows and of the pinned schedules."""
+    if wrong := loaded(ROOT / "tools" / "track_record.py").main(["--check"]):
+        yield wrong
+
+
 def findings() -> Iterator[str]:
     for page in PAGES:
         yield from (f"{page}: {wrong}" for wrong in [*wrong_blocks(page), *wrong_links(page)])
     yield from wrong_readme()
+    yield from wrong_source()
     yield from wrong_pages_in_errors()
     yield from wrong_reference()
     yield from wrong_versions()
     yield from wrong_results()
     yield from wrong_guarantees()
+    yield from wrong_track_record()
 
 
 if __name__ == "__main__":

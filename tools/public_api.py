@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "tests" / "public_api.txt"
 PACKAGES = (
     *("raysgd", "raysgd.callbacks", "raysgd.data", "raysgd.tf", "raysgd.torch", "raysgd.tune"),
-    *("raysgd.train", "raysgd.train.callbacks", "raysgd.train.torch"),
+    *("raysgd.train", "raysgd.train.callbacks", "raysgd.train.huggingface.transformers", "raysgd.train.lightning"),
+    "raysgd.train.torch",
 )
 
 

@@ -1,8 +1,8 @@
-"""Run tests with other versions of Python, torch and Ray: `python tools/try_versions.py oldest newest`.
+"""Run tests with other versions of Python, torch, Ray and Trainers: `python tools/try_versions.py oldest newest`.
 
 Each combination gets a virtual environment in the user's cache folder. The oldest versions are those that setup.py
-asks for. The newest are whatever the package index has. Their builds of torch bring CUDA: several GB to download for
-each combination, once.
+asks for. The newest are whatever the package index has.
+Their builds of torch bring CUDA: several GB to download for each combination, once.
 
 A combination's interpreter is looked for in PATH and among pyenv's. A missing one is an error, and PYTHON_3_10 (or
 3_13) can name it.
@@ -30,8 +30,10 @@ class Combination(NamedTuple):
 
 
 COMBINATIONS = {
-    "oldest": Combination("3.10", ("torch==2.10.0", "ray==2.40.0")),
-    "newest": Combination("3.13", ("torch", "ray")),
+    "oldest": Combination(
+        "3.10", ("torch==2.10.0", "ray==2.40.0", "lightning==2.5.0", "transformers==4.57.0", "accelerate==1.3.0")
+    ),
+    "newest": Combination("3.13", ("torch", "ray", "lightning", "transformers", "accelerate")),
 }
 # What the tests below import, beside raysgd's own requirements.
 FOR_TESTS = (
@@ -48,14 +50,15 @@ FOR_TESTS = (
 # Private names of torch and Ray, state dictionaries and files, process groups, worker processes, failures and growth in
 # both APIs, sharded models, and the example that the README begins with.
 TESTS = (
-    *("tests/package/test_foreign.py", "tests/torch", "tests/train/test_trainer.py"),
+    *("tests/package/test_foreign.py", "tests/torch", "tests/train/test_trainer.py", "tests/train/lightning"),
+    "tests/train/huggingface",
     *(
         "tests/contracts/test_worker_group.py",
         "tests/elastic/test_function_faults.py",
         "tests/elastic/test_membership.py",
         "tests/elastic/test_worker_failures.py",
     ),
-    "tests/examples/test_examples.py::test_example[quickstart.py]",
+    "tests/examples/test_examples.py::test_example[demo.py]",
 )
 
 

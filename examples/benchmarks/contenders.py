@@ -71,6 +71,7 @@ class RaySGD:
 
     name = "raysgd"
     operator = BenchmarkOperator
+    seed: int | None = None
 
     def __init__(self, setting: Setting) -> None:
         self.trainer = TorchTrainer(
@@ -78,6 +79,7 @@ class RaySGD:
             num_workers=setting.workers,
             use_ray=True,
             config={"setting": setting},
+            seed=self.seed,
         )
 
     def epoch(self) -> None:
@@ -95,6 +97,13 @@ class Collating(RaySGD):
 
     name = "raysgd, collating"
     operator = CollatingOperator
+
+
+class Seeded(RaySGD):
+    """With random numbers by place: each part, and each batch that is read, begins with a seed of its own."""
+
+    name = "raysgd, seeded"
+    seed = 1
 
 
 @contextlib.contextmanager
@@ -115,6 +124,7 @@ HERE_STARTED: dict[str, Callable[[Setting], Contender]] = {
     BASE: HandWritten,
     RaySGD.name: RaySGD,
     Collating.name: Collating,
+    Seeded.name: Seeded,
 }
 USUAL = [*HERE_STARTED, *(name for name in PEERS if name not in HERE_STARTED)]
 

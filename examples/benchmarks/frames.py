@@ -41,6 +41,7 @@ class Followed(torch.nn.Linear):
         super().__init__(*sizes)
         self.stack: list[str] = []
         self.passes: list[list[str]] = []
+        self.reporting: Any = None  # the frame that sends the progress, which on a slow machine each batch does
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.stack = self.stack or list(takewhile(lambda frame: not frame.endswith(" train_batch"), frames()))
@@ -50,7 +51,12 @@ class Followed(torch.nn.Linear):
 
     def note(self, frame: Any, event: str, argument: Any) -> None:
         file = Path(frame.f_code.co_filename)
-        if event == "call" and PACKAGE in file.parents:
+        if frame is self.reporting:
+            self.reporting = None if event == "return" else frame
+        elif event == "call" and self.reporting is None and PACKAGE in file.parents:
+            if (file.name, frame.f_code.co_name) == ("replica_base.py", "report"):
+                self.reporting = frame
+                return
             name = f"{file.relative_to(PACKAGE)} {frame.f_code.co_name}"
             if name not in self.passes[-1]:
                 self.passes[-1].append(name)
@@ -70,7 +76,7 @@ class Looking(TrainingOperator):
 
 def looked(*, inline: bool) -> dict[str, list[str]]:
     """Train two epochs, with two workers or inline. Return the frames of each process, and the functions that a batch in the
-    middle of the second one passes through, in their order, if no progress is reported in it."""
+    middle of the second one passes through, in their order, without those that report the progress."""
     sent: list[list[str]] = []
     submit = RayGroup.submit
 

@@ -1,9 +1,9 @@
-"""The figures of six programs: by hand, with raysgd, with three workers killed, and with the script killed and started again.
+"""The figures of five programs: by hand, with raysgd, with three workers killed, and with the script killed and started again.
 
     python examples/benchmarks/same_numbers.py --only gpt resnet
 
 The programs are those of examples/programs, with small sizes, on two workers. By hand, they are loops with
-DistributedDataParallel (that of the GPT is started by torchrun), Lightning's Trainer, or Keras' `fit` in one process. The seconds
+DistributedDataParallel (that of the GPT is started by torchrun), or Keras' `fit` in one process. The seconds
 of an epoch by hand and with raysgd are from the last step of one epoch to that of the next, so a validation is in them.
 """
 
@@ -39,7 +39,6 @@ FIGURES = {
     "dcgan": "d_loss",
     "text_classifier": "val_loss",
     "keras_convnet": "validation_loss",
-    "lightning_manual": "val_error",
 }
 SIZES = {"gpt": {"windows": 288, "validated": 256}}  # so that the loss falls in the whole run
 # In an epoch, between a training and what follows it, and in a validation. That of a DCGAN is another epoch.
@@ -114,7 +113,7 @@ def lines(name: str) -> Mapping[str, int]:
     instead of the operator and `main`."""
     program, test = import_module(f"examples.programs.{name}"), import_module(f"tests.programs.test_{name}")
     whole = counted(inspect.getsource(program))
-    loop = next(vars(test)[each] for each in ("Loop", "by_lightning", "by_fit", "loop") if each in vars(test))
+    loop = next(vars(test)[each] for each in ("Loop", "by_fit", "loop") if each in vars(test))
     own = [each for each in vars(program).values() if getattr(each, "__module__", "") == program.__name__]
     replaced = [each for each in own if hasattr(each, "train_epoch") or each.__name__ in REPLACED]
     return {
@@ -134,10 +133,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=[*FIGURES], default=[*FIGURES])
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--smoke", action="store_true", help="only the LightningModule, four epochs")
+    parser.add_argument("--smoke", action="store_true", help="only the ResNet, four epochs")
     args = parser.parse_args()
     if args.smoke:
-        args.only, args.epochs = ["lightning_manual"], 4
+        args.only, args.epochs = ["resnet"], 4
     out = claim_stdout()
     os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAYSGD_FORK_WORKERS": "0"}  # of all workers
     rows = []
@@ -146,7 +145,7 @@ def main() -> None:
         with server.used_by_ray():
             ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
         for name in args.only:
-            with server.with_tensorflow() if name == "keras_convnet" else nullcontext():
+            with server.having("tensorflow") if name == "keras_convnet" else nullcontext():
                 rows.append(row(name, args.epochs))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
         ray.shutdown()

@@ -11,12 +11,12 @@ memory happens to lie.
 import argparse
 from typing import Any
 
-from contenders import BASE, Collating, RaySGD, cluster
+from contenders import BASE, Collating, RaySGD, Seeded, cluster
 from report import claim_stdout, emit
 from throughput import COLUMNS, measure
 from workloads import WORKLOADS, Setting
 
-CONTENDERS = (BASE, RaySGD.name, Collating.name)
+CONTENDERS = (BASE, RaySGD.name, Collating.name, Seeded.name)
 LONGER = 3
 
 

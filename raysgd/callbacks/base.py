@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
+from raysgd.core.speed import Speed
 from raysgd.errors import suggesting_fields
 
 # The key of profiler traces, {file name: bytes}, in a worker's report. Users never see it.
@@ -30,6 +31,7 @@ class Run:
     saved_at     returns when the newest checkpoint of this trainer was complete, in seconds since
                  1970; None before the first one, and for training functions. Any thread may call it
     processes    returns (machine, process id) of each current rank. Any thread may call it
+    speed        returns what `trainer.speed` is; nothing for training functions
     """
 
     trainer: str
@@ -40,6 +42,7 @@ class Run:
     functions: bool = False
     saved_at: Callable[[], float | None] = field(default=lambda: None, compare=False, repr=False)
     processes: Callable[[], Sequence[tuple[str, int]]] = field(default=lambda: (), compare=False, repr=False)
+    speed: Callable[[], Speed] = field(default=Speed, compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

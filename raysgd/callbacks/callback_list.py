@@ -4,6 +4,7 @@ training. Driver."""
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,12 +13,16 @@ from typing import Any
 from raysgd.callbacks.base import Callback, CallResult, Run, Underway
 from raysgd.callbacks.history import History
 from raysgd.core.policy import Recovery
-from raysgd.errors import ConfigError, described
+from raysgd.errors import ConfigError, described, never_called
 
 logger = logging.getLogger("raysgd")
 
 # The key of what callbacks raised, in results and in the history.
 CALLBACK_ERRORS = "callback_errors"
+NO_LOOP = (
+    "%s wants training to stop, which works only in a loop over trainer.epochs(n) and in fit(n), and not for train() outside of them: "
+    "write `for epoch in trainer.epochs(10):`, or end your loop if the callback's wants_stop is True"
+)
 
 
 class CallbackList:
@@ -32,10 +37,7 @@ class CallbackList:
         self._failures: Counter[str] = Counter()
         self._since: dict[str, str] = {}
         self._stop: Exception | None = None
-
-    @property
-    def on_workers(self) -> list[Any]:
-        return [callback.on_workers for callback in self._all if callback.on_workers is not None]
+        self._warned_of_loop = False
 
     def has(self, *kinds: type[Callback]) -> bool:
         return any(isinstance(callback, kinds) for callback in self._all)
@@ -54,11 +56,18 @@ class CallbackList:
 
     @property
     def wants(self) -> list[bool]:
-        """Return which callbacks want the loop over epochs to end."""
+        """Which callbacks want the loop over epochs to end."""
         return [bool(callback.wants_stop) for callback in self._all]
 
+    def warn_of_plain_loop(self) -> None:
+        """Warn, once, of callbacks that want the loop to end, because no loop over epochs runs."""
+        wanting = [type(each).__name__ for each in self._all if each.wants_stop]
+        if wanting and not self._warned_of_loop:
+            self._warned_of_loop = True
+            logger.warning(NO_LOOP, " and ".join(wanting))
+
     def take_stop(self) -> bool:
-        """Return whether a callback wants the loop over epochs to end. Each ends only one loop."""
+        """Whether a callback wants the loop over epochs to end. Each ends only one loop."""
         wanting = [callback for callback in self._all if callback.wants_stop]
         for callback in wanting:
             callback.wants_stop, why = False, f": {callback.stop_reason}" if callback.stop_reason else ""
@@ -141,8 +150,8 @@ class CallbackList:
 
 
 def check_callbacks(callbacks: Any, adapt: Callable[[Any], Any] = lambda given: given) -> list[Callback]:
-    """Return a trainer's argument `callbacks` as a list. `adapt` may convert objects that are not
-    callbacks. Raise `ConfigError` for anything that is not a callback then."""
+    """Check a trainer's argument `callbacks`, and make it a list. `adapt` may convert objects that
+    are not callbacks. Raise `ConfigError` for anything that is not a callback then."""
     if callbacks is None:
         return []
     if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):  # a History is a sequence too
@@ -157,4 +166,23 @@ def check_callbacks(callbacks: Any, adapt: Callable[[Any], Any] = lambda given: 
                 f"callbacks must be raysgd.callbacks.Callback objects (or TrainingCallback, as in v1), got {given!r}"
             )
         found.append(callback)
+        _warn_of_names(type(callback))
     return found
+
+
+def _warn_of_names(kind: type[Callback]) -> None:
+    """Warn of hooks that raysgd does not have. Those of a second base class are that library's."""
+    kinds, hooks = kind.__mro__, [name for name in vars(Callback) if name.startswith("on_") and name != "on_workers"]
+    own = [each for each in kinds if issubclass(each, Callback) and not each.__module__.startswith("raysgd.")]
+    others = [each for each in kinds if not issubclass(each, Callback)]
+    for name in never_called(own, Callback):
+        if name.startswith("on_") and not any(name in vars(each) for each in others):
+            warnings.warn(
+                f"raysgd never calls {kind.__name__}.{name}: its callbacks have the methods {', '.join(hooks)}",
+                stacklevel=5,
+            )
+
+
+def wanted_on_workers(callbacks: Iterable[Callback]) -> list[Any]:
+    """Collect what these callbacks want of the workers."""
+    return [callback.on_workers for callback in callbacks if callback.on_workers is not None]

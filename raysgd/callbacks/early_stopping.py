@@ -33,11 +33,17 @@ HIGHER_IS_BETTER = {
 }
 
 
-def warn_of_mode(what: str, metric: str, mode: str) -> None:
+LOWER_IS_BETTER = {"loss", "losses", "error", "mae", "mse", "rmse", "perplexity", "ppl", "wer", "cer"}
+
+
+def warn_of_mode(what: str, metric: str, mode: str, argument: str = "mode") -> None:
     """Warn if the lowest value of a metric is the best one, although its name says that more is
-    better. `what` says what happens to the lowest value."""
-    if mode == "min" and HIGHER_IS_BETTER & set(re.split(r"[^a-z0-9]+|_", metric.lower())):
-        logger.warning("%s the lowest value: pass mode='max' for the highest", what)
+    better, or the highest one of a loss. `what` says what happens to that value."""
+    words = set(re.split(r"[^a-z0-9]+|_", metric.lower()))
+    if mode == "min" and HIGHER_IS_BETTER & words:
+        logger.warning("%s the lowest value: pass %s='max' for the highest", what, argument)
+    elif mode == "max" and LOWER_IS_BETTER & words and not {"neg", "negative"} & words:
+        logger.warning("%s the highest value: pass %s='min' for the lowest", what, argument)
 
 
 class EarlyStopping(Callback):

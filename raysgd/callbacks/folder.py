@@ -44,9 +44,9 @@ def numbered(name: str) -> Iterator[str]:
 
 
 def folder_to_be(given: str | os.PathLike[str] | None, prefix: str) -> Path:
-    """Return a directory without creating it, because nothing may ever be written there. A random
+    """Choose a directory without creating it, because nothing may ever be written there. A random
     suffix makes it unlikely that another trainer takes the name."""
-    if given is not None and isinstance(place(given), Uri):
+    if given is not None and isinstance(place(given, "logdir"), Uri):
         raise ConfigError(
             f"logdir must be a directory on this machine, because callbacks write files there, got {str(place(given))!r}"
         )
@@ -55,5 +55,5 @@ def folder_to_be(given: str | os.PathLike[str] | None, prefix: str) -> Path:
 
 
 def timestamp() -> str:
-    """Return the local time, for the name of a run."""
+    """The local time, for the name of a run."""
     return time.strftime("%Y-%m-%d_%H-%M-%S")

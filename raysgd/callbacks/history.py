@@ -23,7 +23,7 @@ class Rows(list[dict[str, Any]]):
     """Rows of a history."""
 
     def column(self, name: str) -> list[Any]:
-        """Return the value `name` of each row that has one."""
+        """The value `name` of each row that has one."""
         return [row[name] for row in self if row.get(name) is not None]
 
 
@@ -69,16 +69,16 @@ class History(Callback, Sequence[Mapping[str, Any]]):
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Return copies of all rows."""
+        """Copies of all rows."""
         return [dict(row) for row in self._rows]
 
     def of(self, kind: str) -> Rows:
-        """Return copies of the rows of one `kind`: "train", "validate", "test" or "report".
+        """Copies of the rows of one `kind`: "train", "validate", "test" or "report".
         `of(kind).column(name)` returns the values of those that have this one."""
         return Rows(dict(row) for row in self._rows if row["kind"] == kind)
 
     def column(self, name: str) -> list[Any]:
-        """Return the value `name` of each row, or None for rows without it: see `of`."""
+        """The value `name` of each row, or None for rows without it: see `of`."""
         return [row.get(name) for row in self._rows]
 
     def __len__(self) -> int:
@@ -93,12 +93,12 @@ class History(Callback, Sequence[Mapping[str, Any]]):
         return iter(self.rows)
 
     def to_dataframe(self) -> Any:
-        """Return a pandas DataFrame (extra: history)."""
+        """Make a pandas DataFrame (extra: history)."""
         pandas = import_extra("pandas", user="history.to_dataframe()")
         return pandas.DataFrame(self.rows, columns=self._columns(self._rows))
 
     def plot(self, metrics: str | Sequence[str] | None = None, *, path: str | Path | None = None) -> Any:
-        """Return a matplotlib figure (extra: history) of these `metrics`, by default of all numbers
+        """Make a matplotlib figure (extra: history) of these `metrics`, by default of all numbers
         except counts, over the epochs, or over `step` if there are none. With `path`, also save
         it."""
         plotting = import_extra("matplotlib.figure", user="history.plot()")
@@ -133,7 +133,7 @@ class History(Callback, Sequence[Mapping[str, Any]]):
         return list(dict.fromkeys([*ROW_FIELDS, *(name for row in rows for name in row)]))
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the header and the newest rows as text, without columns for debugging."""
+        """The header and the newest rows as text, without columns for debugging."""
         rows = self._rows[-MAX_SHOWN:]
         columns = [name for name in self._columns(rows) if not name.startswith(("_", "last_")) and name != "profile"]
         return columns, [[_cell(row.get(name, "")) for name in columns] for row in rows]
@@ -149,7 +149,6 @@ class History(Callback, Sequence[Mapping[str, Any]]):
         return "\n".join([*self._omitted(), *lines])
 
     def _repr_html_(self) -> str:
-        """Return the table for notebooks."""
         columns, cells = self._table()
         head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
         body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in cells)
@@ -169,7 +168,7 @@ def _cell(value: Any) -> str:
 
 
 def _plotted(metrics: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return which metrics to plot. Raise `ConfigError` if one was never measured."""
+    """Choose which metrics to plot. Raise `ConfigError` if one was never measured."""
     measured = list(dict.fromkeys(name for row in rows for name in row))
     names = list(metrics) or measured_names(rows)
     missing = [name for name in names if name not in measured]
@@ -182,7 +181,7 @@ def _plotted(metrics: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[
 
 
 def _notebook_figure(figure: Any) -> Any:
-    """Return a figure class that notebooks display. (pyplot would keep each figure.)"""
+    """Make a figure class that notebooks display. (pyplot would keep each figure.)"""
 
     def image(self: Any) -> bytes:
         file = io.BytesIO()

@@ -78,7 +78,7 @@ class JsonLoggerCallback(Callback):
 
     @property
     def log_path(self) -> Path | None:
-        """Return the path of the file, or None before the first run."""
+        """The path of the file, or None before the first run."""
         return self._path
 
     def on_start(self, run: Run) -> None:

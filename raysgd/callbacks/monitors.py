@@ -102,7 +102,7 @@ class Throughput(Callback):
 
 
 def averaging_in(on_workers: Iterable[Any]) -> float | None:
-    """Return the decay of the weights' average that callbacks want, None if none does."""
+    """Find the decay of the weights' average that callbacks want, None if none does."""
     decays = [each.decay for each in on_workers if isinstance(each, Averaging)]
     if len(decays) > 1:
         raise ConfigError(f"callbacks can have one EMA, got {len(decays)}, with decay={' and '.join(map(str, decays))}")
@@ -110,5 +110,5 @@ def averaging_in(on_workers: Iterable[Any]) -> float | None:
 
 
 def measures_in(on_workers: Iterable[Any]) -> frozenset[str]:
-    """Return what the workers measure for callbacks."""
+    """Collect what the workers measure for callbacks."""
     return frozenset(each.what for each in on_workers if isinstance(each, Measure))

@@ -50,13 +50,13 @@ class PrintCallback(Callback):
 
 
 def own_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers that the operator has measured, without those of the last batch."""
+    """The numbers that the operator has measured, without those of the last batch."""
     left_out = ("last_", "_", "profile/")
     return {n: v for n, v in scalars(metrics).items() if n not in OMITTED and not n.startswith(left_out)}
 
 
 def epoch_line(epoch: int, epochs: int, seconds: float, train: Mapping[str, Any], validation: Mapping[str, Any]) -> str:
-    """Return the line that `fit` prints after an epoch, whose training took `seconds`."""
+    """The line that `fit` prints after an epoch, whose training took `seconds`."""
     shown = _shown(own_metrics(train) | own_metrics(validation))
     speed = train.get("num_samples", 0) / max(seconds, 1e-6)
     return f"epoch {epoch}/{epochs}  {seconds:.1f} s  {shown}  {speed:,.0f} samples/s"

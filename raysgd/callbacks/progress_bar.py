@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from raysgd.callbacks.base import Callback, CallResult, Run, Underway
 from raysgd.callbacks.writers import COUNTS
 from raysgd.core.policy import Recovery
+from raysgd.core.speed import Speed
+from raysgd.errors import ranked
 
 SHOWN = 6
 UNITS = {"batch": "batches", "report": "reports"}
@@ -20,8 +22,8 @@ class ProgressBar(Callback):
     """Owns one tqdm bar at a time, in a terminal or in a notebook; elsewhere, such as in a log
     file, it writes one line for each call. Counts batches, of which all ranks have the same number,
     or the reports of a training function. Shows the first six metrics (while a call runs, their
-    newest values; at its end, what it returns), the workers that are present and wanted
-    (`workers=3/4`), and what a recovery waits for.
+    newest values; at its end, what it returns, and ranks that are slow), the workers that are
+    present and wanted (`workers=3/4`), and what a recovery waits for.
 
     `TorchTrainer(use_tqdm=True)` and `TFTrainer(use_tqdm=True)` create one.
     """
@@ -37,6 +39,7 @@ class ProgressBar(Callback):
         in_notebook = any("notebook" in kind.__module__ for kind in tqdm.__mro__)
         self._lines = not in_notebook and not sys.stderr.isatty()
         self._workers = self._wanted = 0
+        self._speed: Callable[[], Speed] = Speed
         self._parts: dict[str, str] = {}
         self._bar: Any = None
         self._samples: dict[str, float] = {}
@@ -44,6 +47,7 @@ class ProgressBar(Callback):
 
     def on_start(self, run: Run) -> None:
         self._workers = self._wanted = run.num_workers
+        self._speed = run.speed
 
     def on_recovery(self, recovery: Recovery) -> None:
         self._workers = recovery.world_size_after
@@ -84,6 +88,9 @@ class ProgressBar(Callback):
         means = {name: value for name, value in result.metrics.items() if not name.startswith("last_")}
         self._set_postfix(means, float(result.metrics.get("num_samples") or 0), result.epoch or 0)
         bar.update(max(batches - bar.n, 0))
+        if result.kind == "train" and (slow := self._speed()).slow:
+            self._parts["slow"] = f"{ranked(slow.slow)} ({slow.phase})"
+            self._show()
         self._close()
 
     def on_error(self, error: BaseException) -> None:

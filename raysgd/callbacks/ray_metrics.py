@@ -16,6 +16,7 @@ from raysgd.callbacks.monitors import Throughput
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core.metrics import SECONDS
 from raysgd.core.policy import Recovery
+from raysgd.core.speed import Speed
 from raysgd.errors import ConfigError
 
 REPEAT_S = 1.0
@@ -24,6 +25,7 @@ GAUGES = {
     "raysgd_samples_per_second": "Samples that all workers together train on, per second",
     "raysgd_step_seconds": "Seconds per batch (for a training function: per report)",
     "raysgd_data_seconds": "Seconds per batch in which a worker waits for data",
+    "raysgd_waiting": "Seconds of each second in which the others wait for a slow worker, or all for data; 0 without a verdict",
     "raysgd_world_size": "Workers that train",
     "raysgd_target_workers": "Workers that the trainer was created with",
     "raysgd_recoveries": "Recoveries so far: failures, growth, preemptions",
@@ -53,6 +55,7 @@ class RayMetricsCallback(Callback):
         self._values: dict[str, float] = {}
         self._ended: threading.Event | None = None
         self._saved_at: Callable[[], float | None] = lambda: None
+        self._speed: Callable[[], Speed] = Speed
         self._recoveries, self._recovery_s = 0, 0.0
         self._began = 0.0
         self._workers: dict[str, Mapping[str, Any]] = {}
@@ -65,7 +68,7 @@ class RayMetricsCallback(Callback):
         for name, description in GAUGES.items():
             self._gauges[name] = Gauge(name, description=description, tag_keys=("trainer",))
             self._gauges[name].set_default_tags(tags)
-        self._saved_at = run.saved_at
+        self._saved_at, self._speed = run.saved_at, run.speed
         self._set(world_size=run.num_workers, target_workers=run.num_workers)
         self._set(recoveries=self._recoveries, recovery_seconds=self._recovery_s)
         self._ended = threading.Event()
@@ -90,7 +93,7 @@ class RayMetricsCallback(Callback):
         if result.kind == "report":
             self._set(step_seconds=seconds)
         elif result.kind == "train":
-            self._set(samples_per_second=float(metrics.get(NUM_SAMPLES) or 0) / seconds)
+            self._set(samples_per_second=float(metrics.get(NUM_SAMPLES) or 0) / seconds, waiting=self._speed().waiting)
             self._set(step_seconds=seconds / max(float(metrics.get(BATCH_COUNT) or 1), 1.0))
             self._set_data_seconds([metrics])
 
@@ -123,4 +126,6 @@ class RayMetricsCallback(Callback):
 
     def _repeat(self, ended: threading.Event) -> None:
         while not ended.wait(REPEAT_S) and ray.is_initialized():
+            if self._workers:  # an operator trains
+                self._values["raysgd_waiting"] = self._speed().waiting
             self._set_gauges()

@@ -15,6 +15,7 @@ from raysgd.callbacks.base import CallResult, Run, Underway
 from raysgd.callbacks.writers import flat, measured_names, recovery_text, scalars
 from raysgd.core.metrics import SECONDS
 from raysgd.core.policy import PHASES, Recovery
+from raysgd.core.speed import Speed
 from raysgd.errors import counted, text_of
 from raysgd.storage.masking import mask
 from raysgd.version import __version__
@@ -59,8 +60,6 @@ class Timeline:
         # (time, seconds of training, batches trained), the two counted since the start: at most MOST_TIMES of them, at equal
         # intervals, which double when there would be more.
         self.pace: list[tuple[float, float, float]] = []
-        # Of each rank, in `train` since the last change of the workers: batches, and the seconds that `Throughput` measures.
-        self.ranks: list[dict[str, float]] = []
         self._interval_s, self._next = 0.5, -math.inf
         self._began = self._trained_s = self._batches = 0.0
 
@@ -83,25 +82,20 @@ class Timeline:
             self._trained_s += result.seconds
             self._batches += scalars(result.metrics).get("batch_count", 0.0)
             self._add_time(0.0, 0.0)
-            if len(result.by_worker) == result.world_size:  # otherwise the workers changed in the call
-                self.ranks = self.ranks if len(self.ranks) == result.world_size else [{} for _ in result.by_worker]
-                for sums, own in zip(self.ranks, map(scalars, result.by_worker), strict=True):
-                    sums |= {n: sums.get(n, 0.0) + own[n] for n in ("batch_count", *SECONDS.values()) if n in own}
 
     def see_recovery(self, recovery: Recovery) -> None:
         self.recoveries.append(recovery)
-        self.ranks = []
 
 
 def page(rows: Sequence[Mapping[str, Any]], timeline: Timeline) -> str:
-    """Return the page. Those `rows` that the timeline lacks are of an earlier process."""
+    """Make the page. Those `rows` that the timeline lacks are of an earlier process."""
     run = timeline.run
     title = _html(f"{run.trainer}: {run.name}" if run is not None else "A training function")
     sections = {
         "Metrics": _metrics(rows),
         "Speed and workers": _over_time(timeline),
         "Recoveries and changes of the workers": _recoveries(timeline.recoveries),
-        "Slow ranks": _ranks(timeline.ranks),
+        "Slow ranks": _ranks(run.speed() if run is not None else Speed()),
         "Configuration": _config(run.config if run is not None else {}),
         "Results": _results(rows),
     }
@@ -110,7 +104,7 @@ def page(rows: Sequence[Mapping[str, Any]], timeline: Timeline) -> str:
 
 
 def _html(value: Any, most: int = MOST_TEXT) -> str:
-    """Return a value as text that contains no HTML."""
+    """Convert a value to text that contains no HTML."""
     text = "" if value is None else _number(value) if isinstance(value, float) else text_of(value)
     text = text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
     return escape(CONTROL.sub("\ufffd", text))
@@ -121,13 +115,13 @@ def _number(value: float) -> str:
 
 
 def _unit(seconds: float) -> tuple[str, float]:
-    """Return the unit in which to show a time of this length, and its seconds."""
+    """Choose the unit in which to show a time of this length, and its seconds."""
     units = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
     return next((unit for unit in units if seconds >= 3 * unit[1]), ("seconds", 1.0))
 
 
 def _table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    """Return a table of cells that are HTML. It scrolls where the page is narrower."""
+    """Make a table of cells that are HTML. It scrolls where the page is narrower."""
     rows = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in line)}</tr>" for line in lines)
     return f'<div class="wide"><table><tr>{"".join(f"<th>{title}</th>" for title in head)}</tr>{rows}</table></div>'
 
@@ -148,7 +142,7 @@ def _facts(rows: Sequence[Mapping[str, Any]], timeline: Timeline) -> str:
 
 
 def _metrics(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a chart of each metric, with that of `train`, `validate` and `test` in one."""
+    """Draw a chart of each metric, with that of `train`, `validate` and `test` in one."""
     x = "epoch" if all(row.get("epoch") is not None for row in rows) else "step"
     charts: dict[str, dict[str, list[Point]]] = {}
     for row in rows:
@@ -208,26 +202,23 @@ def _recoveries(recoveries: Sequence[Recovery]) -> str:
     return key + shown if shown else '<p class="soft">No worker failed, left or joined.</p>'
 
 
-def _ranks(ranks: Sequence[Mapping[str, float]]) -> str:
-    """Return what each rank does in a batch. Its own time is that for data and computing: in the
-    rest it waits for the others."""
-    names = [name for name, key in SECONDS.items() if any(key in sums for sums in ranks)]
-    counts = [(sums, sums.get("batch_count") or math.inf) for sums in ranks]
-    times = [[1000 * sums.get(SECONDS[name], 0.0) / batches for name in names] for sums, batches in counts]
-    own = [sum(each[:2]) for each in times]
+def _ranks(speed: Speed) -> str:
+    """Show what each rank does in a batch."""
+    own = [each.data_seconds + each.compute_seconds for each in speed.ranks]
     if not any(own):
-        return """<p class="soft">Not measured: <code>callbacks=[Throughput()]</code> measures for how long each rank of an operator
-            waits for data, computes and communicates.</p>"""
-    usual = statistics.median_low(own)
-    unknown = "communication" not in names and len(own) > 1
-    waits = " Here, computing includes the wait for the other ranks." if unknown else ""
-    text = f"""Milliseconds per batch: means over the calls of train() since the last change of the workers. The ratio is that of
-        data and computing to the median of the ranks. A rank is slow if its ratio is above {SLOW:g}.{waits}"""
-    lines = []
-    for rank, (each, took) in enumerate(zip(times, own, strict=True)):
+        return ""
+    usual, lines = statistics.median_low(own), []
+    for each, took in zip(speed.ranks, own, strict=True):
+        place = ", ".join([each.node, *(f"GPU {number}" for number in each.gpus)])
+        seconds = [each.data_seconds, each.compute_seconds, each.wait_seconds]
         share = f"{took / usual:.2g}" if usual else ""
-        lines.append([str(rank), *map(_number, each), f"<b>{share}: slow</b>" if took > SLOW * usual > 0 else share])
-    return f'<p class="soft">{text}</p>{_table(["rank", *names, "ratio"], lines)}'
+        cells = [_html(place), *("" if one is None else _number(1000 * one) for one in seconds)]
+        lines.append([str(each.rank), *cells, f"<b>{share}: slow</b>" if took > SLOW * usual > 0 else share])
+    unknown = speed.ranks[0].wait_seconds is None and len(own) > 1
+    text = f"""Milliseconds per batch: means over the newest batches of train() since the last change of the workers. The ratio is that
+        of data and computing to the median of the ranks. A rank is slow if its ratio is above {SLOW:g}.
+        {"Here, computing includes the wait for the other ranks. " if unknown else ""}{_html(speed.text)}"""
+    return f'<p class="soft">{text}</p>{_table(["rank", "place", "data", "computing", "waiting", "ratio"], lines)}'
 
 
 def _config(config: Mapping[str, Any]) -> str:
@@ -271,7 +262,7 @@ def _drawable(point: Point) -> bool:
 
 
 def _line_chart(series: Lines, x: str, span: Sequence[float] = (), marks: Sequence[tuple[float, str]] = ()) -> str:
-    """Return the lines of `series` as SVG, over an axis with the title `x`. With `span`, the
+    """Draw the lines of `series` as SVG, over an axis with the title `x`. With `span`, the
     horizontal axis includes it, and the vertical one begins at 0. `marks` are vertical lines:
     where, and what the pointer shows there. A line is interrupted where a value is not finite."""
     points = [point for line in series.values() for point in line if _drawable(point)] or [(0.0, 0.0)]
@@ -305,14 +296,14 @@ def _line_chart(series: Lines, x: str, span: Sequence[float] = (), marks: Sequen
 
 
 def _thinned(line: Sequence[Point]) -> Sequence[Point]:
-    """Return about MOST_POINTS points of a line: the extremes of each stretch, and the last."""
+    """Choose about MOST_POINTS points of a line: the extremes of each stretch, and the last."""
     size = 1 + 2 * len(line) // MOST_POINTS
     stretches = [sorted(line[start : start + size], key=lambda point: point[1]) for start in range(0, len(line), size)]
     return line if size == 1 else [*(point for part in stretches for point in sorted((part[0], part[-1]))), line[-1]]
 
 
 def _axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
-    """Return the ends of an axis, and round numbers that cover these values."""
+    """The ends of an axis, and round numbers that cover these values."""
     low, high = min(values), max(values)
     if low == high:
         half = abs(low) / 2 or 0.5

@@ -92,7 +92,7 @@ class _EventFile:
         self._write(step=step, wall_time=wall_time, summary=self._summary(value=summaries))
 
     def _text(self, name: str, text: str) -> Any:
-        """Return a text as TensorBoard's plugin expects it: a string tensor without dimensions."""
+        """Make a text as TensorBoard's plugin expects it: a string tensor without dimensions."""
         metadata = self._metadata(plugin_data=self._metadata.PluginData(plugin_name="text"))
         content = text.encode("utf-8", "replace")
         return self._summary.Value(

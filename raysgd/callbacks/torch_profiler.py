@@ -80,5 +80,5 @@ class TorchProfilerCallback(Callback):
 
     @property
     def written(self) -> list[Path]:
-        """Return the trace files, oldest first."""
+        """The trace files, oldest first."""
         return sorted(self.folder.glob("*.pt.trace.json")) if self.folder is not None else []

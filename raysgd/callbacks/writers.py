@@ -73,25 +73,25 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among the flattened values, NaN included."""
+    """Collect the numbers among the flattened values, NaN included."""
     found = {key: plain(value) for key, value in flat(values).items()}
     return {key: float(value) for key, value in found.items() if isinstance(value, (int, float))}
 
 
 def measured_names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the names in these scalars, without counts and what only matters for debugging."""
+    """Collect the names in these scalars, without counts and what only matters for debugging."""
     names = dict.fromkeys(name for row in rows for name in row)
     return [name for name in names if name not in COUNTS and not name.startswith(("last_", "_", "profile/"))]
 
 
 def scalars_of_report(result: CallResult, rank: int) -> dict[str, float]:
-    """Return the scalars that one rank of a function reported, without raysgd's own."""
+    """The scalars that one rank of a function reported, without raysgd's own."""
     reported = scalars(result.by_worker[rank]) if rank < len(result.by_worker) else {}
     return {name: value for name, value in reported.items() if not name.startswith("_")}
 
 
 def tagged_scalars(result: CallResult, rank: int) -> dict[str, float]:
-    """Return what dashboards plot: `train/...`, `validate/...`, or one rank's report."""
+    """What dashboards plot: `train/...`, `validate/...`, or one rank's report."""
     if result.kind == "report":
         return scalars_of_report(result, rank)
     values = {**scalars(result.metrics), "world_size": result.world_size, "seconds": result.seconds}
@@ -99,7 +99,7 @@ def tagged_scalars(result: CallResult, rank: int) -> dict[str, float]:
 
 
 def row_of(result: CallResult) -> dict[str, Any]:
-    """Return a result as one row: its own fields, then the metrics. A metric with the name of a
+    """Convert a result to a row: its own fields, then the metrics. A metric with the name of a
     field is renamed to `reported_...`, unless it is the same epoch."""
     metrics = {
         f"reported_{name}" if name in ROW_FIELDS else name: value
@@ -110,14 +110,14 @@ def row_of(result: CallResult) -> dict[str, Any]:
 
 
 def recovery_scalars(recovery: Recovery) -> dict[str, float]:
-    """Return the numbers of a recovery that dashboards plot."""
+    """The numbers of a recovery that dashboards plot."""
     phases = {f"{name}_seconds": took for name, took in recovery.phases.items()}
     values = {"world_size": recovery.world_size_after, "batches_redone": recovery.batches_redone}
     return {"seconds": recovery.seconds, **phases, **{name: float(value) for name, value in values.items()}}
 
 
 def recovery_text(recovery: Recovery) -> str:
-    """Return a recovery in one line, without its detail."""
+    """Describe a recovery in one line, without its detail."""
     ranks = f"{ranked(recovery.removed_ranks)} removed, " if recovery.removed_ranks else ""
     phases = ", ".join(f"{name} {took:.3g}" for name, took in recovery.phases.items())
     return (
@@ -128,14 +128,14 @@ def recovery_text(recovery: Recovery) -> str:
 
 
 def check_rank(rank: int) -> int:
-    """Return the rank that a callback logs. Raise `ConfigError` if it is not a rank."""
+    """Check the rank that a callback logs. Raise `ConfigError` if it is not a rank."""
     if not _is_rank(rank):
         raise ConfigError(f"worker_to_log must be one rank (0, 1, ...), got {rank!r}")
     return rank
 
 
 def check_ranks(given: int | Iterable[int] | None) -> tuple[int, ...] | None:
-    """Return the ranks that a callback logs, None for all. Raise `ConfigError` for others."""
+    """Check the ranks that a callback logs, None for all. Raise `ConfigError` for others."""
     if given is None:
         return None
     ranks = (given,) if isinstance(given, int) else tuple(given)

@@ -70,7 +70,7 @@ def describe(driver: str) -> Facts:
 
 
 def try_import(code: str) -> str:
-    """Return how many GPUs a package sees, or why it cannot be imported."""
+    """Find how many GPUs a package sees, or why it cannot be imported."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
         return (done.stderr.strip().splitlines() or [f"its import ends the process with {done.returncode}"])[-1]

@@ -40,7 +40,7 @@ LOST = "Return it from state_dict(), and restore it in load_state_dict(); or pas
 
 
 def load_operator(place: str) -> Any:
-    """Return the operator class that `SCRIPT:Operator` or `module:Operator` names."""
+    """Load the operator class that `SCRIPT:Operator` or `module:Operator` names."""
     from raysgd.torch import TrainingOperator
 
     name, _, attribute = place.rpartition(":")
@@ -59,7 +59,7 @@ def load_operator(place: str) -> Any:
 
 
 def trainer_arguments(settings: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of TorchTrainer that `NAME=VALUE` and `NAME.FIELD=VALUE` set."""
+    """Read the arguments of TorchTrainer that `NAME=VALUE` and `NAME.FIELD=VALUE` set."""
     from raysgd.torch import TrainingOptions
 
     found: dict[str, Any] = {**TRAINER, "elastic": dict(ELASTIC)}
@@ -152,7 +152,7 @@ def train(
 
 
 def distance(one: Trained, other: Trained) -> float:
-    """Return how far the weights are apart, as a part of the norm of the first ones."""
+    """Compute how far the weights are apart, as a part of the norm of the first ones."""
     floats = {name: value.double() for name, value in one.weights.items() if value.is_floating_point()}
     total = sum(float(value.square().sum()) for value in floats.values())
     apart = sum(float((value - other.weights[name].double()).square().sum()) for name, value in floats.items())

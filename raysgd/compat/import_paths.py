@@ -114,6 +114,6 @@ MODULES: dict[str, dict[str, str]] = {
 
 
 def homes_of(module: str) -> dict[str, str]:
-    """Return where each name of an old module is defined, for `raysgd.core.lazy.load`."""
+    """Where each name of an old module is defined, for `raysgd.core.lazy.load`."""
     pairs = [(home, *name.partition("=")) for home, names in MODULES[module].items() for name in names.split()]
     return {old: f"{home}:{new or old}" for home, old, _, new in pairs}

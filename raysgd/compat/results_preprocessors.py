@@ -72,7 +72,7 @@ class AverageResultsPreprocessor(ResultsPreprocessor):
         return [{**row, **added} for row in results]
 
     def of(self, pairs: list[tuple[float, float]]) -> float:
-        """Return the number for these values and their weights."""
+        """Compute the number for these values and their weights."""
         return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
 
 

@@ -18,7 +18,7 @@ def report(metrics: Mapping[str, Any] | None = None, *, checkpoint: Checkpoint |
 
 
 def _of_context(method: Callable[[TrainContext], Result]) -> Callable[[], Result]:
-    """Return a function that calls this method of the context of the training function."""
+    """Make a function that calls this method of the context of the training function."""
 
     def call() -> Result:
         return method(get_context())

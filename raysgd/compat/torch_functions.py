@@ -14,7 +14,7 @@ from raysgd.torch.operator import TrainingOperator
 
 
 def setup_address() -> str:
-    """Return an address for `setup_process_group`, with a port that was free a moment ago."""
+    """Choose an address for `setup_process_group`, with a port that was free a moment ago."""
     import ray
 
     return f"tcp://{ray.util.get_node_ip_address()}:{find_free_port()}"
@@ -29,7 +29,7 @@ def setup_process_group(url: str, world_rank: int, world_size: int, timeout: flo
 
 
 def get_test_operator(operator_cls: type[TrainingOperator]) -> type[TrainingOperator]:
-    """Return a subclass whose epochs and validations do nothing and return `{"done": 1}`, or what
+    """Make a subclass whose epochs and validations do nothing and return `{"done": 1}`, or what
     `config["custom_func"](operator, iterator, info)` returns."""
 
     class _TestOperator(operator_cls):  # type: ignore[valid-type, misc]
@@ -44,7 +44,7 @@ def get_test_operator(operator_cls: type[TrainingOperator]) -> type[TrainingOper
 
 
 def get_test_metrics_operator(operator_cls: type[TrainingOperator]) -> type[TrainingOperator]:
-    """Return a subclass whose batches add known metrics: the values of `config["scores"]` and
+    """Make a subclass whose batches add known metrics: the values of `config["scores"]` and
     `config["val_scores"]`, one for each batch and divided by its number of samples, under the name
     `config["key"]`."""
 

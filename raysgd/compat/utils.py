@@ -16,7 +16,7 @@ Method = TypeVar("Method")
 
 
 def find_free_port() -> int:
-    """Return a port that was free a moment ago; another process may take it before you do."""
+    """Find a port that was free a moment ago; another process may take it before you do."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
@@ -65,12 +65,12 @@ def check_for_failure(remote_values: Iterable[Any], *, timeout_s: float | None =
 
 
 def construct_path(path: Path, parent_path: Path) -> Path:
-    """Return an absolute path; a relative one is below `parent_path`."""
+    """Make a path absolute; a relative one is below `parent_path`."""
     return parent_path.expanduser().joinpath(path.expanduser()).resolve()
 
 
 def construct_train_func(train_func: Callable[..., Any], config: Mapping[str, Any] | None) -> Callable[[], Any]:
-    """Return a training function with its config, as a function without arguments."""
+    """Make a function without arguments from a training function and its config."""
     from raysgd.train.job import check_function
 
     function, arguments = check_function(train_func, config)
@@ -78,7 +78,7 @@ def construct_train_func(train_func: Callable[..., Any], config: Mapping[str, An
 
 
 def get_address_and_port() -> tuple[str, int]:
-    """Return this machine's address, and a port that was free a moment ago."""
+    """Find this machine's address, and a port that was free a moment ago."""
     return own_address(), find_free_port()
 
 

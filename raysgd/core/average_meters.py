@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
+from raysgd.constants import BATCH_COUNT, NUM_SAMPLES, WEIGHT
 from raysgd.core.metrics import WeightedMean, check_metric, is_in_range, out_of_range
 from raysgd.errors import counted, shown
 
@@ -49,19 +49,19 @@ class AverageMeter:
 
     @property
     def val(self) -> float:
-        """Return the latest number, NaN if there is none."""
+        """The latest number, NaN if there is none."""
         self._settle()
         return self._last  # type: ignore[no-any-return]
 
     @property
     def sum(self) -> float:
-        """Return the sum of all numbers, each times its weight."""
+        """The sum of all numbers, each times its weight."""
         self._settle()
         return self._sum
 
     @property
     def avg(self) -> float:
-        """Return the weighted mean, NaN if the weights add up to 0."""
+        """The weighted mean, NaN if the weights add up to 0."""
         total = self.sum  # the count is complete then
         return total / self.count if self.count else math.nan
 
@@ -79,7 +79,7 @@ class AverageMeter:
         return len(self._waiting) >= _MAX_WAITING
 
     def _unread(self) -> dict[int, Any]:
-        """Return the numbers and weights that wait on a device, by their `id`."""
+        """The numbers and weights that wait on a device, by their `id`."""
         every = (self._last, *(each for pair in self._waiting for each in pair))
         return {id(each): each for each in every if not isinstance(each, (float, int))}
 
@@ -110,6 +110,8 @@ class AverageMeterCollection:
         self.drawn = 0  # samples, as the source counts them
         self._meters: dict[str, AverageMeter] = {}
         self._others: dict[str, Any] = {}
+        self._changing: set[str] = set()  # texts that were not the same in all batches
+        self.counts: set[str] = set()  # metrics that are most likely (a count, the number of samples)
 
     def update(self, metrics: Mapping[str, Any], n: float = 1) -> None:
         """Add the metrics of one batch of `n` samples. It runs once per step, and must be fast."""
@@ -126,11 +128,14 @@ class AverageMeterCollection:
         self.num_samples += n
         meters = self._meters
         for name, value in items:
-            if type(value) is float and n and name in meters:  # the usual case, without a further call
+            number, known = value, n and name in meters
+            if known and getattr(value, "is_cpu", False) and value.numel() == 1 and not hasattr(value, WEIGHT):
+                number = value.item()
+            if known and type(number) is float:  # the usual case, without a further call
                 meter = meters[name]
                 meter.count += n
-                meter._sum += value * n
-                meter._last = value
+                meter._sum += number * n
+                meter._last = number
             else:
                 self._update_one(name, value, n)
 
@@ -150,7 +155,7 @@ class AverageMeterCollection:
                 self._meters[name]._last = sum(number * n for number, n in numbers) / sum(n for _, n in numbers)
 
     def summary(self) -> dict[str, Any]:
-        """Return the counts, and each metric's mean and, as `last_m`, its latest value."""
+        """The counts, and each metric's mean and, as `last_m`, its latest value."""
         self._settle()
         result: dict[str, Any] = {BATCH_COUNT: self.batch_count, NUM_SAMPLES: self.num_samples}
         reserved = set(result)
@@ -167,15 +172,27 @@ class AverageMeterCollection:
         return result
 
     @property
+    def texts(self) -> list[str]:
+        """The metrics that were other numbers in each batch, in a text."""
+        return [name for name in self._changing if _reads_as_number(self._others.get(name))]
+
+    @property
     def mixed(self) -> list[str]:
-        """Return the metrics that were numbers in some batches only, and not None in the others."""
+        """The metrics that were numbers in some batches only, and not None in the others."""
         return [name for name, value in self._others.items() if name in self._meters and value is not None]
 
     def _update_one(self, name: str, value: Any, n: float) -> None:
-        number, n = _weighted(name, value, n) if type(value) is tuple else (_number(value, name), n)
+        weighted = type(value) is tuple or hasattr(value, WEIGHT)
+        samples = n
+        number, n = _weighted(name, value, n) if weighted else (_number(value, name), n)
+        is_count = weighted and type(number) is int and 1 < number <= samples == n
+        if is_count and any(each in str(name).lower() for each in ("acc", "correct")):
+            self.counts.add(name)
         if name not in self._meters and name not in self._others:
             check_metric(name, value)  # only once, because later batches return the same kind of value
         if number is None:
+            if isinstance(value, str) and self._others.get(name, value) != value:
+                self._changing.add(name)
             self._others[name] = value.detach() if _is_tensor(value) else value
             return
         if name not in self._meters:
@@ -191,7 +208,6 @@ class AverageMeterCollection:
             meter._settle(found)
 
     def _read(self, waiting: list[Any]) -> list[float]:
-        """Return the values of numbers on a device."""
         return [each.item() for each in waiting]
 
 
@@ -200,7 +216,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _number(value: Any, name: Any = None) -> Any:
-    """Return a Python number, a copy of a one-element tensor on its device, or None."""
+    """A Python number, a copy of a one-element tensor on its device, or None."""
     if type(value) in (float, bool):
         return value
     if _is_tensor(value):
@@ -224,9 +240,18 @@ def _number(value: Any, name: Any = None) -> Any:
     return number
 
 
+def _reads_as_number(text: Any) -> bool:
+    try:
+        float(str(text).rstrip("% "))
+    except ValueError:
+        return False
+    return True
+
+
 def _weighted(name: Any, value: Any, n: float) -> tuple[Any, Any]:
-    """Return a metric's number and weight, in a batch of `n` samples. The number is None if it is
-    not one."""
+    """A metric's number and weight, in a batch of `n` samples. The number is None if it is not
+    one."""
+    value = (value, getattr(value, WEIGHT)) if hasattr(value, WEIGHT) else value
     numbers = [_number(each, name) for each in value] if type(value) is tuple else []
     if numbers and all(each is not None for each in numbers):
         if len(numbers) != 2:
@@ -246,7 +271,7 @@ def _named(name: Any) -> str:
 
 
 def _weight(n: Any, of: str = "num_samples, the number of samples of a batch,") -> float:
-    """Return `n` as a Python number that can be a weight. Raise ValueError if it cannot."""
+    """Convert `n` to a Python number that can be a weight. Raise ValueError if it cannot."""
     try:
         number = n.item() if hasattr(n, "item") else n
     except Exception:  # an array of several elements

@@ -40,6 +40,14 @@ TOGETHER = Violation(
 SCHEDULED = Violation(
     "train_batch steps a scheduler", "pass scheduler_step_freq='batch' or 'step', or step it in on_step(self, info)"
 )
+CHANGED = Violation(
+    "train_batch changes or clears gradients between the backward passes of two parts of a batch",
+    "pass TrainingOptions(clip_norm=...), or change them if batch_info['last_part'], and clear them with self.zero_grad() only",
+)
+UNLIKE = Violation(
+    "train_batch calls self.backward or self.step in some parts of a batch only",
+    "call them in each part, with count=0 where there is nothing to learn",
+)
 OWN_LOOP = Violation(
     "train_epoch has a loop of its own, or gives the default one another iterator",
     "leave train_epoch out, and write what belongs to the step in on_step(self, info)",
@@ -73,9 +81,14 @@ class Calls:
     def ended(self) -> Violation | None:
         return None if self._stepped else NOT_STEPPED
 
+    def unlike(self, other: Calls) -> Violation | None:
+        """Compare with another part of the same batch."""
+        alike = self._stepped == other._stepped and bool(self._passes) == bool(other._passes)
+        return None if alike else UNLIKE
+
 
 def later(found: Violation, parts: int) -> str:
-    """Return the error of code that follows the contract in the first step, and not in this one."""
+    """The error of code that follows the contract in the first step, and not in this one."""
     return (
         f"{found.found}, and it did not in the first step of this run. Now that workers are missing, each of the others computes "
         f"several of the {parts} parts of a batch, with one step after the last of them, so this step was undone: {found.advice}; or "
@@ -83,8 +96,14 @@ def later(found: Violation, parts: int) -> str:
     )
 
 
+def refused(found: Violation, parts: int) -> str:
+    """Return the error of code or data that does not follow the contract, if the user has passed
+    `parts`."""
+    return f"parts={parts} lets a worker compute several parts of a batch, and {found.found}: {found.advice}; or leave parts out"
+
+
 def notice(found: Violation, parts: int) -> str:
-    """Return what the log says of code or data that does not follow the contract."""
+    """What the log says of code or data that does not follow the contract."""
     return (
         f"{found.found}, so a batch cannot be divided into parts that any worker computes. While some of the {parts} workers are "
         "missing, steps have fewer samples, and the run will have other results than one without failures. To keep the batch, "

@@ -95,13 +95,13 @@ class Connection:
     # -- receiving ------------------------------------------------------------------------------------
 
     def receive(self) -> tuple[Message, int]:
-        """Return the next message, and the size of its body, which follows."""
+        """Receive the next message, and the size of its body, which follows."""
         size, body = frames.SIZES.unpack(_exactly(self.socket, frames.SIZES.size))
         message: Message = pickle.loads(_exactly(self.socket, size))
         return message, body
 
     def expect(self, kind: type[MessageT]) -> MessageT:
-        """Return the next message, which must be of this type and have no body."""
+        """Receive the next message, which must be of this type and have no body."""
         message, body = self.receive()
         if not isinstance(message, kind) or body:
             raise ValueError(f"received {type(message).__name__} instead of {kind.__name__}")
@@ -110,8 +110,8 @@ class Connection:
     def receive_body(
         self, size: int, moved: Callable[[int], None] = lambda complete: None, *, room: Body | None = None
     ) -> Body:
-        """Return a message's body, read directly to where it stays. Call `moved` whenever a part
-        has arrived, with how much of the beginning is there."""
+        """Read a message's body directly to where it stays. Call `moved` whenever a part has
+        arrived, with how much of the beginning is there."""
         body = make_room(size) if room is None else room
         view, filled = memoryview(body), 0
         while filled < size:
@@ -208,13 +208,13 @@ def detect_unreachable(connection: socket.socket, limit_s: float) -> None:
 
 
 def as_timeout(error: OSError) -> OSError:
-    """Return a TimeoutError for errors that mean an unreachable machine, and other errors as they
+    """Convert errors that mean an unreachable machine to a TimeoutError, and leave others as they
     are. (If a machine in the same network is switched off, the error is "no route to host".)"""
     return TimeoutError(str(error)) if error.errno in UNREACHABLE else error
 
 
 def make_room(size: int) -> Body:
-    """Return a buffer for a body. A large one (a full state) is a temporary file without a name, so
+    """Make a buffer for a body. A large one (a full state) is a temporary file without a name, so
     that a driver on a small machine does not need the memory for it."""
     if size < LARGE or not hasattr(os, "posix_fallocate"):
         return bytearray(size)

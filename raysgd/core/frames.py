@@ -50,7 +50,7 @@ def check_greeting(greeting: bytes) -> None:
 
 
 def proof(key: bytes, side: bytes, numbers: bytes) -> bytes:
-    """Return the proof of one side. `numbers` are the driver's and then the worker's."""
+    """The proof of one side. `numbers` are the driver's and then the worker's."""
     return hmac.digest(key, side + numbers, "sha256")
 
 
@@ -59,7 +59,7 @@ def proves(given: bytes | bytearray, key: bytes, side: bytes, numbers: bytes) ->
 
 
 def framed(message: Message, body: int = 0) -> bytes:
-    """Return what is sent before a body of this size."""
+    """What is sent before a body of this size."""
     packed = pickle.dumps(message, 5)
     return SIZES.pack(len(packed), body) + packed
 

@@ -27,7 +27,7 @@ class GpuFailures:
         self.suspected: set[int] = set()
 
     def count(self, gpus: Iterable[Gpu]) -> int:
-        """Return how often the one of these has failed that has failed most often."""
+        """How often the one of these has failed that has failed most often."""
         return max((self._failures[gpu] for gpu in gpus), default=0)
 
     def note(self, gpus: Iterable[Gpu], *, known: int = 0) -> int:
@@ -40,5 +40,5 @@ class GpuFailures:
         return self.count(gpus)
 
     def exclude(self, gpus: Iterable[Gpu]) -> bool:
-        """Return whether no worker may use these GPUs."""
+        """Whether no worker may use these GPUs."""
         return self.count(gpus) >= MOST_FAILURES

@@ -68,7 +68,7 @@ class RankReport:
 
 
 def is_in_collective(stack: Sequence[str]) -> bool:
-    """Return whether a stack ("path:line function", innermost first) is in a collective call."""
+    """Whether a stack ("path:line function", innermost first) is in a collective call."""
     for frame in stack:
         path, function = _path_and_function(frame)
         if _is_collective(path, function):
@@ -79,8 +79,8 @@ def is_in_collective(stack: Sequence[str]) -> bool:
 
 
 def collective_name(stack: Sequence[str]) -> str:
-    """Return the name of the collective call that a stack is in ("path:line function" lines,
-    innermost first), "" if it is in none, or in one that not all ranks must make."""
+    """The name of the collective call that a stack is in ("path:line function" lines, innermost
+    first), "" if it is in none, or in one that not all ranks must make."""
     if not is_in_collective(stack):
         return ""
     found = ""
@@ -98,7 +98,7 @@ def collective_name(stack: Sequence[str]) -> str:
 def place_of(
     frames: Sequence[str], count: int, begun: Iterable[tuple[int, int]], called: Iterable[tuple[int, str]]
 ) -> CollectivePlace:
-    """Return which collective call a stack is in, and the line of the user's code that made it."""
+    """Find which collective call a stack is in, and the line of user code that made it."""
     line = next(filter(is_user_frame, frames), "")
     return CollectivePlace(count, collective_name(frames), line, tuple(begun), tuple(called))
 
@@ -113,7 +113,7 @@ def _is_collective(path: str, function: str) -> bool:
 
 
 def is_user_frame(frame: str) -> bool:
-    """Return whether a frame belongs neither to a framework nor to raysgd, Ray or Python."""
+    """Whether a frame belongs neither to a framework nor to raysgd, Ray or Python."""
     inside = frame.startswith((PACKAGE, "<")) or RAY in frame
     return not inside and not any(framework in frame for framework in FRAMEWORKS)
 
@@ -121,7 +121,7 @@ def is_user_frame(frame: str) -> bool:
 def blocking_ranks(
     reports: Mapping[str, RankReport], *, still_s: float = 0.0, others_failed: bool = False
 ) -> list[str]:
-    """Return the ranks that block the others: those that do not answer, or, if all answer, those
+    """Find the ranks that block the others: those that do not answer, or, if all answer, those
     outside any collective. There has been no progress for `still_s`.
 
     A rank that does not answer, but sent something in the second half of that time, does not count
@@ -141,7 +141,7 @@ def blocking_ranks(
 
 
 def describe_rank(report: RankReport) -> str:
-    """Return where a rank is: a line for the log, and the innermost frames of its stack."""
+    """Say where a rank is: a line for the log, and the innermost frames of its stack."""
     where = f"rank {report.rank} on {report.node or 'this machine'}, in {report.phase or '?'}, batch {report.batch}"
     if report.stack is None:
         return f"{where}: does not answer (its process is stopped, or its machine has failed)"
@@ -149,7 +149,7 @@ def describe_rank(report: RankReport) -> str:
 
 
 def _folded(stack: Sequence[str]) -> list[str]:
-    """Return the innermost frame and the user's ones, and how many of libraries are between them;
+    """Find the innermost frame and the user's ones, and how many of libraries are between them;
     without frames of the user, the innermost ones."""
     frames = _within(stack)
     own = [index for index, frame in enumerate(frames) if is_user_frame(frame)][:SHOWN_FRAMES]
@@ -164,14 +164,14 @@ def _folded(stack: Sequence[str]) -> list[str]:
 
 
 def _within(stack: Sequence[str]) -> list[str]:
-    """Return the frames of a stack without what called raysgd."""
+    """The frames of a stack without what called raysgd."""
     frames = [frame for frame in stack if not frame.startswith("<frozen ")] or list(stack)
     outermost = max((index for index, frame in enumerate(frames) if frame.startswith(PACKAGE)), default=len(frames) - 1)
     return frames[: outermost + 1]
 
 
 def describe_slow(report: RankReport, verb: str, seconds: float, limit_s: float) -> str:
-    """Return that a rank is still in its set-up, and where it is."""
+    """Say that a rank is still in its set-up, and where it is."""
     rank = "a replacement worker" if report.rank is None else f"rank {report.rank}"
     where = (
         f"{rank} on node {report.node or '?'} has been in {USERS_PART[verb]} for {seconds:.0f} s (limit {limit_s:g} s)"
@@ -182,7 +182,7 @@ def describe_slow(report: RankReport, verb: str, seconds: float, limit_s: float)
 
 
 def describe_unfinished(report: RankReport, verb: str, limit_s: float) -> str:
-    """Return what a rank did not finish in time, and where it is: the user's frames."""
+    """Say what a rank did not finish in time, and where it is: the user's frames."""
     rank = "a replacement worker" if report.rank is None else f"rank {report.rank}"
     where = f"{rank} on node {report.node or '?'}"
     what = USERS_PART.get(verb, f"'{verb}'")

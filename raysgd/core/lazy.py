@@ -14,7 +14,7 @@ REFUSED = "raysgd.compat.refused"  # the home of names that raysgd does not have
 
 
 def load(package: str, name: str, homes: Mapping[str, str]) -> Any:
-    """Return a name of a package from its home: "module", or "module:name" if it has another name
+    """Load a name of a package from its home: "module", or "module:name" if it has another name
     there, or the path of a module of the package. Raise ImportError with the extra to install if
     that module needs a framework that is missing."""
     if name not in homes:
@@ -33,12 +33,12 @@ def load(package: str, name: str, homes: Mapping[str, str]) -> Any:
 def lazy_names(
     package: str, homes: Mapping[str, str], listed: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package with such names, and `listed` ones."""
+    """Make `__getattr__` and `__dir__` of a package with such names, and `listed` ones."""
     return lambda name: load(package, name, homes), lambda: sorted({*listed, *offered(homes)})
 
 
 def offered(homes: Mapping[str, str]) -> list[str]:
-    """Return the names that an import gets."""
+    """The names that an import gets."""
     return sorted(name for name, home in homes.items() if not home.startswith(REFUSED))
 
 

@@ -11,16 +11,19 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Rational, Real
 from typing import Any
 
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
+from raysgd.core.speed import Sums
 from raysgd.errors import ConfigError, shown
 
 SKIPPED = "skipped_steps"
 LARGEST = sys.float_info.max
 DEEPEST = 100
+# Limits on the metrics in a progress message: characters of one text, of all metrics, bits of one integer.
+LONGEST_TEXT, LONGEST_BRIEF, LARGEST_INT_BITS = 200, 64_000, 64
 # What the callback Throughput measures in a worker: sums over a call.
 SECONDS = {"data": "data_seconds", "compute": "compute_seconds", "communication": "communication_seconds"}
 # Names in results that raysgd gives itself. An operator's own loop may count the batches and what it left out.
@@ -42,6 +45,7 @@ class Measured:
                 their names begin with
     traces      profiler traces, as {file name: bytes}
     stop        whether the user's code wants the loop over epochs to end
+    pace        what the loops of the worker have taken, in a progress message
     """
 
     metrics: Result = field(default_factory=dict)
@@ -53,6 +57,7 @@ class Measured:
     loaders: Mapping[str, Result] = field(default_factory=dict)
     traces: Mapping[str, bytes] = field(default_factory=dict)
     stop: bool = False
+    pace: Sums | None = None
 
 
 class WeightedMean(float):
@@ -103,12 +108,12 @@ def check_metric(name: Any, value: Any) -> None:
 
 
 def is_in_range(number: Any) -> bool:
-    """Return whether a float can hold a number of this size."""
+    """Whether a float can hold a number of this size."""
     return bool(-LARGEST <= number <= LARGEST)  # exact, because Python compares integers and floats without rounding
 
 
 def out_of_range(what: str, number: Any) -> ValueError:
-    """Return the error about a number that no float can hold."""
+    """The error about a number that no float can hold."""
     size = f" of {number.bit_length()} bits" if isinstance(number, int) else ""
     return ValueError(
         f"{what} is a number{size} that no float can hold. Metrics are averaged as floats, so numbers must lie between "
@@ -131,7 +136,7 @@ def _check_nested(name: str, value: Any, seen: set[int], depth: int) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return a Python number for a single number (NumPy, torch, TensorFlow), else the value."""
+    """Convert a single number (NumPy, torch, TensorFlow) to Python's own. Leave other values."""
     if isinstance(value, WeightedMean):
         return float(value)
     if isinstance(value, (bool, int, float)) or value is None or isinstance(value, (str, bytes, Mapping)):
@@ -146,8 +151,44 @@ def plain(value: Any) -> Any:
         return value
 
 
+def briefly(measured: Measured | None) -> Measured | None:
+    return None if measured is None else replace(measured, metrics=brief(measured.metrics))
+
+
+def brief(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a result that progress messages contain: its counts, and numbers and short
+    strings, 64,000 characters at most.
+
+    Everything else (long strings, tables, more metrics than that) reaches the driver with the
+    call's result.
+    """
+    kept: dict[str, Any] = {}
+    size = 0
+    for name in dict.fromkeys(("epoch", BATCH_COUNT, NUM_SAMPLES, SKIPPED, *result)):
+        value = _plain_or_none(result.get(name))
+        if value is not None and isinstance(name, str) and len(name) <= LONGEST_TEXT:
+            size += len(name) + len(repr(value))
+            if size > LONGEST_BRIEF:
+                break
+            kept[name] = value
+    return {str.__str__(name): kept[name] for name in result if name in kept}
+
+
+def _plain_or_none(value: Any) -> Any:
+    """A number or a short string as Python's own, which needs no import, or None."""
+    if type(value).__module__ == "numpy" and isinstance(value, Real):
+        value = value.item()  # type: ignore[attr-defined]
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value) if value.bit_length() <= LARGEST_INT_BITS else None
+    if isinstance(value, float):
+        return float(value)
+    return str.__str__(value) if isinstance(value, str) and len(value) <= LONGEST_TEXT else None
+
+
 def numbers(result: Mapping[str, Any]) -> Result:
-    """Return what of a result is a number."""
+    """The numbers in a result."""
     kept = {name: _kept(value) for name, value in result.items()}
     return {name: value for name, value in kept.items() if _is_number(value)}
 
@@ -161,7 +202,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _weighted(result: Mapping[str, Any], key: str) -> tuple[Any, float]:
-    """Return a metric with its weight: by default, the samples of its result."""
+    """A metric with its weight: by default, the samples of its result."""
     value = result[key]
     return value, value.weight if isinstance(value, WeightedMean) else _samples(result)
 
@@ -172,8 +213,8 @@ def _samples(result: Mapping[str, Any]) -> float:
 
 
 def _mean(pairs: Sequence[tuple[Any, float]], samples: float) -> Any:
-    """Return the weighted mean, of these samples or of other weights. A NaN makes it a NaN, so that
-    users see it."""
+    """Compute the weighted mean, of these samples or of other weights. A NaN makes it a NaN, so
+    that users see it."""
     total = sum(weight for _, weight in pairs)
     if len(pairs) == 1:
         found = float(pairs[0][0])  # exact, however large it is
@@ -230,9 +271,9 @@ def merge_part(part: Sequence[Measured]) -> Result:
 
 
 def for_all_ranks(result: Mapping[str, Any], ranks: int, own: float, committed: int) -> Result:
-    """Return one rank's result of a part with the number of samples of all `ranks`, which have
-    `committed` that many in it, and this one its `own` (0 if that is not known). A number in other
-    units (tokens, say) cannot be determined exactly."""
+    """One rank's result of a part with the number of samples of all `ranks`, which have `committed`
+    that many in it, and this one its `own` (0 if that is not known). A number in other units
+    (tokens, say) cannot be determined exactly."""
     samples: Any = result.get(NUM_SAMPLES)
     if not _is_number(samples):
         return dict(result)

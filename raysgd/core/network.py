@@ -22,7 +22,7 @@ OWN_FILES = 256  # files that a process opens without any worker: Python, Ray, t
 
 
 def address_towards(host: str) -> str:
-    """Return this machine's address towards `host`. Sends nothing. OSError: there is no route."""
+    """Find this machine's address towards `host`. Sends nothing. OSError: there is no route."""
     family, _, _, _, there = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(there)
@@ -30,8 +30,8 @@ def address_towards(host: str) -> str:
 
 
 def own_address() -> str:
-    """Return this machine's address on its default route, or that of its name, which may not
-    resolve, or the loopback address."""
+    """Find this machine's address on its default route, or that of its name, which may not resolve,
+    or the loopback address."""
     try:
         return address_towards(OUTSIDE)
     except OSError:
@@ -43,7 +43,7 @@ def own_address() -> str:
 
 
 def listen(what: str, host: str, ports: Iterable[int] | None) -> socket.socket:
-    """Return a socket that listens on `host`, at the first of these ports that is free, or at one
+    """Open a socket that listens on `host`, at the first of these ports that is free, or at one
     that the system chooses. If this machine does not have that address, because others reach it
     through NAT, `what` listens on all addresses."""
     try:

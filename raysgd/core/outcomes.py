@@ -18,7 +18,7 @@ class CollectivePlace:
     count    how many collective calls it had begun in this generation; -1 if the backend does not
              count them
     name     the collective call that it was in, such as "barrier"; empty if it was in none
-    line     the line of the user's code that made this call: "file:line function"
+    line     the line of user code that made this call: "file:line function"
     begun    (step, number of collective calls made before it), for the newest steps
     called   (step, line), for each call of a wrapped model in them
     """
@@ -103,7 +103,7 @@ class DataLoaderFailure(BaseException):
     """
 
     def interrupted(self, where: str, value: Any, progress: Progress) -> Interrupted:
-        """Return the outcome of a call that this ended; `where` names the loader."""
+        """The outcome of a call that this ended; `where` names the loader."""
         return Interrupted(value, f"{where}: {self}", progress, reason=DATA_LOADER)
 
 
@@ -115,7 +115,6 @@ class TrainAgain(BaseException):
     """
 
     def interrupted(self, value: Any, progress: Progress) -> Interrupted:
-        """Return the outcome of a call that this ended."""
         return Interrupted(value, f"a batch is trained again, because {self}", progress, reason=BATCH)
 
 

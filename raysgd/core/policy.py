@@ -97,7 +97,7 @@ class Observation:
 
 
 def classify(outcomes: Mapping[str, Outcome]) -> Observation:
-    """Return what happened, from every worker's outcome (in rank order).
+    """Find what happened, from every worker's outcome (in rank order).
 
     A user's error takes precedence over everything that it caused on other ranks: peers whose
     collective failed are `Interrupted`, never `Failed`. A worker failure takes precedence over a
@@ -138,23 +138,22 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
 
 
 def with_user_errors(outcomes: Mapping[str, Outcome], suspected: Iterable[int]) -> dict[str, Outcome]:
-    """Return the outcomes, of which failures of GPUs are errors of the user's code if a kernel of
-    the user's may have caused them, and they are not the first at their step. `suspected` has the
-    steps of earlier ones."""
+    """The outcomes, of which failures of GPUs are errors of user code if a kernel of the user's may
+    have caused them, and they are not the first at their step. `suspected` has the steps of earlier
+    ones."""
     errors = {worker: error for worker, outcome in outcomes.items() if (error := suspect(outcome)) is not None}
     seen = Counter([*suspected, *(error.progress.step for error in errors.values())])
     return {**outcomes, **{worker: error for worker, error in errors.items() if seen[error.progress.step] > 1}}
 
 
 def suspect(outcome: Outcome | None) -> Failed | None:
-    """Return the error behind a failure of a GPU that a kernel of the user's may have caused."""
+    """The error behind a failure of a GPU that a kernel of user code may have caused."""
     fault = outcome.fault if isinstance(outcome, WorkerFailed) else None
     return fault.error if fault is not None and fault.suspect else None
 
 
 def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> str:
-    """Return the evidence that the ranks did not make the same collective calls, "" if there is
-    none.
+    """Find evidence that the ranks did not make the same collective calls, "" if there is none.
 
     Every rank's n-th call must be the same one. So each of these is proof:
 
@@ -165,7 +164,8 @@ def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> 
         those with which another one has ended that batch
     -   two ranks are at the same line in the same batch, and one of them has made more calls in it
         than in the batch before (not for a call about objects, such as broadcast_object_list, which
-        makes several collective calls itself)
+        makes several collective calls itself, nor if a worker has died: it may have sent its part
+        of a call to one of the two only)
     -   with `again` (no worker failed, for the second time at this place): the ranks are at
         different lines
     """
@@ -180,7 +180,8 @@ def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> 
     )
     lines = {(place.name, place.line) for place in waiting.values()}
     places = {r: o.place for r, o in ranks if isinstance(o, Interrupted)}
-    drifted = drift(places) or _more_calls(numbered) or (_unusual(places) if mismatched else "")
+    died = any(isinstance(o, WorkerFailed) and o.hung_at is None and o.reason != OUT_OF_STEP for _, o in ranks)
+    drifted = drift(places) or ("" if died else _more_calls(numbered)) or (_unusual(places) if mismatched else "")
     if not (mismatched or beyond or same or drifted or (again and len(lines) > 1)):
         return ""
     stories = [
@@ -194,12 +195,12 @@ def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> 
 
 
 def drift(places: Mapping[int, CollectivePlace]) -> str:
-    """Return the evidence of different numbers of collective calls in a step, or ""."""
+    """Find evidence of different numbers of collective calls in a step, or ""."""
     return _drifted(places) or _ahead(places)
 
 
 def _drifted(places: Mapping[int, CollectivePlace]) -> str:
-    """Return which ranks began a batch after different numbers of calls: the first such batch."""
+    """Say which ranks began a batch after different numbers of calls: the first such batch."""
     known = [dict(place.begun) for place in places.values()]
     for step in sorted(set.intersection(*map(set, known))) if known else []:
         counts = {rank: begun[step] for rank, begun in zip(places, known, strict=True)}
@@ -212,7 +213,7 @@ def _drifted(places: Mapping[int, CollectivePlace]) -> str:
 
 
 def _ahead(waiting: Mapping[int, CollectivePlace]) -> str:
-    """Return which rank is in a call of a step that another rank has ended with fewer calls."""
+    """Say which rank is in a call of a step that another rank has ended with fewer calls."""
     for rank, place in ((rank, place) for rank, place in waiting.items() if place.name):
         step = place.begun[-1][0] if place.begun else -2
         for other, theirs in waiting.items():
@@ -224,7 +225,7 @@ def _ahead(waiting: Mapping[int, CollectivePlace]) -> str:
 
 
 def _unusual(places: Mapping[int, CollectivePlace]) -> str:
-    """Return at which lines a rank called a model in its newest step, and not in the one before."""
+    """Say at which lines a rank called a model in its newest step, and not in the one before."""
     for rank, place in places.items():
         for step in sorted({at for at, _ in place.called}, reverse=True):
             now, before = (Counter(line for at, line in place.called if at == each) for each in (step, step - 1))
@@ -234,14 +235,14 @@ def _unusual(places: Mapping[int, CollectivePlace]) -> str:
 
 
 def _only(places: Mapping[int, CollectivePlace], rank: int, other: int, step: int) -> str:
-    """Return at which lines only one of these ranks called a model in this step."""
+    """Say at which lines only one of these ranks called a model in this step."""
     mine, theirs = (Counter(line for at, line in places[each].called if at == step) for each in (rank, other))
     lines = ", ".join(mine - theirs)
     return f"; in step {step} rank {rank}, and not rank {other}, called a model at {lines}" if lines else ""
 
 
 def _more_calls(waiting: Mapping[int, CollectivePlace]) -> str:
-    """Return which ranks are at the same line of the same batch after different numbers of calls in
+    """Say which ranks are at the same line of the same batch after different numbers of calls in
     it, where one of them has made more calls than in the batch before."""
     found: dict[tuple[int, int, str, str], dict[int, int]] = {}
     for rank, place in waiting.items():
@@ -309,13 +310,13 @@ Decision = Rejoin | Restart | Wait | GiveUp
 
 
 def backoff(attempt: int, first_s: float, max_s: float, jitter: float) -> float:
-    """Return the next pause. It grows exponentially; a jitter in [0, 1) shortens it by up to half,
-    so that several trainers do not retry at the same time."""
+    """The next pause. It grows exponentially; a jitter in [0, 1) shortens it by up to half, so that
+    several trainers do not retry at the same time."""
     return float(min(max_s, first_s * 2.0 ** min(attempt, 60)) * (1.0 - 0.5 * jitter))
 
 
 def decide(now: Situation, *, wait_s: float) -> Decision:
-    """Return what to do after a failure, or in a planned change. `wait_s` is the next pause."""
+    """Decide what to do after a failure, or in a planned change. `wait_s` is the next pause."""
     if now.max_failures >= 0 and now.failures > now.max_failures:
         return GiveUp(
             f"{counted(now.failures, 'failure')} in one call, and max_retries={now.max_failures} allows no more"
@@ -346,26 +347,26 @@ def decide(now: Situation, *, wait_s: float) -> Decision:
 
 
 def count_to_launch(*, missing: int, spares: int, ready: int, starting: int, room: int) -> int:
-    """Return how many workers to start, for free places and hot spares. Those that are there take
+    """Decide how many workers to start, for free places and hot spares. Those that are there take
     the places first, so spares are what a full cluster leaves out."""
     return max(min(max(missing, 0) + spares - ready - starting, room), 0)
 
 
 def is_time_to_join(*, missing: int, ready: int, starting: int, waited_s: float, patience_s: float) -> bool:
-    """Return whether ready workers should join, or wait for others that are starting, because one
-    change is better than several. The newest one has been ready for `waited_s`."""
+    """Whether ready workers should join, or wait for others that are starting, because one change
+    is better than several. The newest one has been ready for `waited_s`."""
     return min(missing, ready) > 0 and (ready >= missing or starting == 0 or waited_s > patience_s)
 
 
 def leave_within_s(deadline_s: float | None) -> float:
-    """Return in how many seconds a worker must leave whose machine goes in `deadline_s`."""
+    """In how many seconds a worker must leave whose machine goes in `deadline_s`."""
     return (ASSUMED_NOTICE_S if deadline_s is None else deadline_s) - LEAVE_BEFORE_S
 
 
 def is_time_to_leave(
     *, missing: int, ready: int, starting: int, left_s: float, grows: bool, enough: bool = True
 ) -> bool:
-    """Return whether a preempted worker leaves at the next batch boundary, or waits there for its
+    """Whether a preempted worker leaves at the next batch boundary, or waits there for its
     replacement. It must have left in `left_s`; `missing` counts the places of all that are
     preempted. `grows` is whether replacements may join during a call, and `enough` whether as many
     workers as training needs are there without those that are preempted."""

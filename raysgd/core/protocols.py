@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from raysgd.core.progress import Control, Progress
+from raysgd.core.control import Control
+from raysgd.core.progress import Progress
 from raysgd.core.ranks import RankInfo
 
 
@@ -68,7 +69,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Return the method's name, for the phase of progress and for messages."""
+        """The method's name, for the phase of progress and for messages."""
         return self.method.__name__
 
 

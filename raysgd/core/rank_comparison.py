@@ -66,8 +66,8 @@ class Difference:
 
 
 def compare(texts: Mapping[int, str]) -> list[Difference]:
-    """Return what differs between the ranks, at most one `Difference` of each kind. `texts` has
-    each rank's `Summary`.
+    """Find what differs between the ranks, at most one `Difference` of each kind. `texts` has each
+    rank's `Summary`.
 
     >>> same, other = (Summary({"weight": [size, size, 1e-4]}, {}, {}).as_text() for size in (1.0, 1.5))
     >>> [found.groups for found in compare({0: same, 1: other, 2: same})], compare({0: same, 1: same})
@@ -83,7 +83,6 @@ def compare(texts: Mapping[int, str]) -> list[Difference]:
 
 
 def _worst(kind: Kind, read: Sequence[tuple[Summary, list[int]]]) -> Difference | None:
-    """Return the largest difference of this kind."""
     columns: dict[str, list[tuple[Any, list[int]]]] = {}
     for summary, ranks in read:
         for name, value in getattr(summary, kind).items():
@@ -102,7 +101,7 @@ def _worst(kind: Kind, read: Sequence[tuple[Summary, list[int]]]) -> Difference 
 def _difference(
     kind: Kind, name: str, column: Iterable[tuple[Any, list[int]]], distance: Callable[[Any, Any], float]
 ) -> Difference | None:
-    """Return the difference in one entry, or None. A `distance` of 0 is within the tolerance."""
+    """The difference in one entry, or None. A `distance` of 0 is within the tolerance."""
     groups: list[tuple[Any, list[int]]] = []
     for value, ranks in column:
         mine = next((members for other, members in groups if distance(other, value) == 0), None)
@@ -124,7 +123,7 @@ def _difference(
 
 
 def _parameter(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return how far two parameters are apart, as a fraction of their size. The difference of two
+    """Measure how far two parameters are apart, as a fraction of their size. The difference of two
     projections is about as large as the norm of the difference."""
     if any(math.isfinite(mine) != math.isfinite(theirs) for mine, theirs in zip(one[:2], other[:2], strict=True)):
         return math.inf
@@ -136,7 +135,7 @@ def _parameter(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _setting(one: Any, other: Any) -> float:
-    """Return how far two settings are apart, as a fraction; 1 for what is not a number."""
+    """Measure how far two settings are apart, as a fraction; 1 for what is not a number."""
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         return max((_setting(mine, theirs) for mine, theirs in zip(one, other, strict=True)), default=0.0)
     numbers = all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (one, other))
@@ -149,7 +148,7 @@ def _setting(one: Any, other: Any) -> float:
 
 
 def describe(differences: Iterable[Difference], step: int) -> str:
-    """Return what differs, and what the cause may be."""
+    """Say what differs, and what the cause may be."""
     told = "; ".join(_told(each) for each in differences)
     return f"after step {step} the ranks do not train the same model: {told}. {CAUSES}"
 

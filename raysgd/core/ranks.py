@@ -24,7 +24,7 @@ class RankInfo:
 
 
 def assign_ranks(nodes: Sequence[str], *, generation: int = 0, local: bool = False) -> list[RankInfo]:
-    """Return ranks in the order of the nodes that are given (survivors first, in their old order).
+    """Assign ranks in the order of the nodes that are given (survivors first, in their old order).
     Local ranks count the workers of one node.
 
         >>> [(r.world_rank, r.local_rank, r.node_rank) for r in assign_ranks(["a", "b", "a"])]

@@ -25,7 +25,7 @@ class ReadAhead(Generic[T]):
         weakref.finalize(self, self._stopped.set)
 
     def next(self, timeout: float | None = None) -> T | None:
-        """Return the next item, None at the end. Raise the iterator's error, or `queue.Empty`."""
+        """Take the next item, None at the end. Raise the iterator's error, or `queue.Empty`."""
         found = self._ready.get(timeout=timeout)
         if isinstance(found, BaseException):
             raise found

@@ -35,6 +35,16 @@ class RankPart(NamedTuple):
     part: int = 0
 
 
+class Division(NamedTuple):
+    """How a batch of the run is divided: it has as many `batches` of the loader, and so many
+    `parts`, of which each rank computes as many as the `deal` says; without one, all ranks the
+    same."""
+
+    batches: int
+    parts: int
+    deal: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True)
 class SamplingPlan:
     """How an epoch of `total` units is divided into steps, steps into parts, and parts among ranks.
@@ -42,8 +52,9 @@ class SamplingPlan:
     `step_size` is how many units a full step has, which is divided into `parts` parts. The last,
     smaller step has smaller parts, and fewer if it has fewer units than that. Each rank has
     consecutive parts, and rank 0 the first. In training (`pad=True`), every rank computes equally
-    many, because it must take part in the exchange: those with fewer parts repeat one. In
-    evaluations (`pad=False`), nothing is repeated.
+    many, because it must take part in the exchange: those with fewer parts repeat one; with a
+    `deal`, each has its own number, and repeats parts in a step that has fewer. In evaluations
+    (`pad=False`), nothing is repeated.
     """
 
     total: int
@@ -52,18 +63,18 @@ class SamplingPlan:
     world_size: int
     drop_last: bool = False
     pad: bool = True
+    deal: tuple[int, ...] = ()
 
     def steps_left(self, offset: int) -> int:
-        """Return how many steps the epoch has from `offset` on."""
         left = max(self.total - offset, 0)
         return left // self.step_size if self.drop_last else -(-left // self.step_size)
 
     def offset_after(self, offset: int) -> int:
-        """Return the offset after the step that begins at `offset`."""
+        """The offset after the step that begins at `offset`."""
         return min(offset + self.step_size, self.total)
 
     def step_at(self, offset: int) -> list[RankPart]:
-        """Return the parts of the step that begins at `offset`."""
+        """The parts of the step that begins at `offset`."""
         units = max(self.offset_after(offset) - offset, 0)
         base, extra = divmod(units, self.parts)
         found = []
@@ -74,12 +85,13 @@ class SamplingPlan:
         return found
 
     def of_rank(self, rank: int, offset: int) -> list[RankPart]:
-        """Return one rank's parts of the step that begins at `offset`: the same in each step. If it
-        pads, all ranks have equally many, and repeat units if they have fewer."""
+        """One rank's parts of the step that begins at `offset`: the same in each step. If it pads
+        without a deal, all ranks have equally many, and repeat units if they have fewer."""
         parts, found = self.step_at(offset), list[RankPart]()
-        base, extra = divmod(self.parts, self.world_size)
-        first = rank * base + min(rank, extra)
-        for place in range(first, first + base + (rank < extra)):
+        base, extra = (0, 0) if self.deal else divmod(self.parts, self.world_size)
+        first = sum(self.deal[:rank]) + rank * base + min(rank, extra)
+        count = self.deal[rank] if self.deal else base + (rank < extra)
+        for place in range(first, first + count):
             if place < len(parts):
                 found.append(parts[place])
             elif self.pad and parts:
@@ -104,7 +116,7 @@ class SamplingPlan:
 
 
 def optimizer_steps(calls: int, *, batches: int | None, num_steps: int | None, window: int) -> int:
-    """Return how many optimizer steps this many calls of `train` make, beginning with an epoch.
+    """Count the optimizer steps that this many calls of `train` make, beginning with an epoch.
 
     An epoch has `batches` for each rank (None: it has no end), a call has `num_steps` of them
     (None: an epoch), and `window` batches share a step, fewer at the end of an epoch or a call.

@@ -79,8 +79,8 @@ class Transfer:
 
 
 def layout(workers: int, replicas: int) -> tuple[int, int]:
-    """Return how many copies there are of each shard, and how many shards: `replicas` copies if
-    that divides the number of workers, otherwise the largest smaller number that does.
+    """How many copies there are of each shard, and how many shards: `replicas` copies if that
+    divides the number of workers, otherwise the largest smaller number that does.
 
         >>> layout(4, 2), layout(3, 2), layout(2, 2), layout(6, 4)
         ((2, 2), (1, 3), (2, 1), (3, 2))
@@ -90,7 +90,7 @@ def layout(workers: int, replicas: int) -> tuple[int, int]:
 
 
 def covered(shards: Iterable[tuple[int, int]]) -> bool:
-    """Return whether these shards, as (index, count), are all of a model's.
+    """Whether these shards, as (index, count), are all of a model's.
 
     >>> covered([(0, 2), (1, 2), (1, 2)]), covered([(0, 2)]), covered([])
     (True, False, False)
@@ -100,7 +100,7 @@ def covered(shards: Iterable[tuple[int, int]]) -> bool:
 
 
 def agreed(copies: Sequence[Sequence[ShardCopy]]) -> Agreement | None:
-    """Return the newest state of which the ranks hold each shard, or None."""
+    """Find the newest state of which the ranks hold each shard, or None."""
     everything = [(rank, each) for rank, held in enumerate(copies) for each in held]
     for generation, handed in sorted({(each.generation, each.handed) for _, each in everything}, reverse=True):
         held = [(rank, each) for rank, each in everything if (each.generation, each.handed) == (generation, handed)]
@@ -114,7 +114,7 @@ def agreed(copies: Sequence[Sequence[ShardCopy]]) -> Agreement | None:
 
 
 def rows(index: int, count: int, length: int) -> tuple[int, int]:
-    """Return the first row of a shard, and the one after its last row.
+    """The first row of a shard, and the one after its last row.
 
     >>> [rows(index, 3, 7) for index in range(3)], rows(2, 3, 2)
     ([(0, 3), (3, 6), (6, 7)], (2, 2))
@@ -126,7 +126,7 @@ def rows(index: int, count: int, length: int) -> tuple[int, int]:
 def transfers(
     holders: Mapping[int, int], count: int, targets: Mapping[int, int], new_count: int, length: int
 ) -> list[Transfer]:
-    """Return who sends which of a tensor's `length` rows. `holders` has the shard of each rank,
+    """Choose who sends which of a tensor's `length` rows. `holders` has the shard of each rank,
     `targets` the one to hold. Copies of a shard share the work of sending it."""
     by_shard = {index: sorted(rank for rank, held in holders.items() if held == index) for index in range(count)}
     plan: list[Transfer] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,15 @@ class Snapshot:
     call: int = -1
     partial: Measured | None = None
     load: Callable[[Ask], bool] | None = None
+
+
+def newest_state(progress: Mapping[str, Progress], snapshot: Snapshot | None = None) -> str | None:
+    """Choose whose state all continue with after a failure: that of the worker which has committed
+    most (of equal ones, the first), or None for that of the snapshot, if it has as much."""
+    best = max(progress, key=lambda worker: progress[worker].order, default=None)
+    if best is not None and snapshot is not None and progress[best].order <= snapshot.progress.order:
+        return None
+    return best
 
 
 class SnapshotStore:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def mapped(change: Callable[..., Any], value: Any, *path: Any) -> Any:
-    """Return the same containers with `change(leaf, *path)` in place of each leaf. `path` has the
+    """Make the same containers with `change(leaf, *path)` in place of each leaf. `path` has the
     keys and places that lead to it.
 
     The attributes of an OrderedDict stay: torch keeps the versions of modules in one of a model's

@@ -7,9 +7,9 @@ from raysgd.data.sharded_stream import ShardedStream
 from raysgd.ray_data.columns import RayData
 
 if TYPE_CHECKING:
-    from raysgd.torch.data.sample_seeds import SampleSeeds
+    from raysgd.data.sample_seeds import SampleSeeds
 
 __all__ = ["RayData", "SampleSeeds", "ShardedStream"]
 
-_HOMES = {"SampleSeeds": "raysgd.torch.data.sample_seeds", "Dataset": REFUSED}
+_HOMES = {"SampleSeeds": "raysgd.data.sample_seeds", "Dataset": REFUSED}
 __getattr__, __dir__ = lazy_names("raysgd.data", _HOMES, __all__)

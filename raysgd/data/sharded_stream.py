@@ -84,7 +84,7 @@ class ShardedStream:
         return True
 
     def order(self, epoch: int) -> list[int]:
-        """Return the order in which the shards of an epoch are assigned."""
+        """Draw the order in which the shards of an epoch are assigned."""
         shards = list(range(self.num_shards))
         if self.shuffle:
             random.Random(repr((self.seed, epoch))).shuffle(shards)
@@ -162,7 +162,7 @@ class ShardFeed:
         self._meet_team()
 
     def propose(self) -> list[int]:
-        """Return for each team how many shards follow, and for each of these its number, and two
+        """Propose for each team how many shards follow, and for each of these its number, and two
         times the samples that the team takes of it, plus 1 if it has ended. Only the first rank of
         a team counts."""
         width = 1 + 2 * self._room
@@ -180,9 +180,9 @@ class ShardFeed:
         return message
 
     def settle(self, message: Sequence[int]) -> ShardStep | object | None:
-        """Return this rank's samples, or None at the end. Return AGAIN if shards were assigned
-        again, because some ranks have none left, or if a team needs more room. Then no sample is
-        used, and all ranks propose again."""
+        """Find this rank's samples, or None at the end. Return AGAIN if shards were assigned again,
+        because some ranks have none left, or if a team needs more room. Then no sample is used, and
+        all ranks propose again."""
         width = 1 + 2 * self._room
         slots = [message[at : at + width] for at in range(0, len(message), width)]
         most = max((slot[0] for slot in slots), default=0)
@@ -234,7 +234,6 @@ class ShardFeed:
         return ShardStep(samples, part.fresh, sum(totals), taken, over)
 
     def _part(self, team: ShardTeam) -> RankPart:
-        """Return this rank's part of its team's samples."""
         ranks = len(team.ranks)
         plan = SamplingPlan(len(self._rows), self._full(team), parts=ranks, world_size=ranks, pad=self._pad)
         return next(iter(plan.of_rank(team.ranks.index(self._rank), 0)), RankPart(0, 0))

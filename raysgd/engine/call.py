@@ -64,12 +64,13 @@ class Job:
 @dataclass(frozen=True)
 class RunningCall:
     """The call that the engine is in, how many recoveries there were before it, and whether it
-    `replaces` the state, of which it needs none then."""
+    `replaces` the state, of which it needs none then, or has begun to change it."""
 
     number: int
     max_failures: int
     recoveries_before: int
     replaces: bool = False
+    changes: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,16 +82,16 @@ class PartialResults:
 
     @property
     def values(self) -> list[Any]:
-        """Return the results that ranks reported, complete or partial."""
+        """The results that ranks reported, complete or partial."""
         return [value for outcome in self.outcomes if (value := getattr(outcome, "value", None)) is not None]
 
     def until(self, step: int) -> PartialResults:
-        """Return the results of the ranks that are not known to have gone beyond this step."""
+        """The results of the ranks that are not known to have gone beyond this step."""
         return replace(self, outcomes=tuple(outcome for outcome in self.outcomes if _step_of(outcome) <= step))
 
     @property
     def end(self) -> int:
-        """Return the last step that any rank is known to have committed in it."""
+        """The last step that any rank is known to have committed in it."""
         return max(map(_step_of, self.outcomes), default=0)
 
 
@@ -102,7 +103,7 @@ EARLIER = -1  # the generation of what a script before this one has measured
 
 
 def partial_results_since(snapshot: Snapshot, parts: Sequence[PartialResults], *, call: int) -> list[PartialResults]:
-    """Return the results that still count in a call that continues from a snapshot: parts that
+    """Collect the results that still count in a call that continues from a snapshot: parts that
     ended before it, and, of the part in which it was taken, what the snapshot itself contains."""
     taken_at = snapshot.progress.step
     if snapshot.call < call:  # only what an earlier script had measured in this call, up to the state that it has left
@@ -116,7 +117,7 @@ def partial_results_since(snapshot: Snapshot, parts: Sequence[PartialResults], *
 
 
 def partial_results_left(ranks: Iterable[Left], *, call: int) -> list[PartialResults]:
-    """Return what these ranks have measured in a call whose driver has ended, part by part."""
+    """Collect what these ranks have measured in a call whose driver has ended, part by part."""
     parts: dict[tuple[int, int], list[Outcome]] = {}
     for left in ranks:
         made = Counter[int]()
@@ -155,13 +156,13 @@ class FanOut:
 
     @property
     def outcomes(self) -> dict[str, Outcome]:
-        """Return the outcomes, by rank. After a user's error, some ranks may have none."""
+        """The outcomes, by rank. After a user's error, some ranks may have none."""
         outcomes = self._calls.outcomes
         return {worker: outcomes[worker] for worker in self._workers if worker in outcomes}
 
     @property
     def troubled_at(self) -> float:
-        """Return when the first rank failed, or the time now if none has."""
+        """When the first rank failed, or the time now if none has."""
         return self._table.clock() if self._calls.troubled_at is None else self._calls.troubled_at
 
     def run(self, call: Call) -> None:
@@ -176,9 +177,9 @@ class FanOut:
                 self._table.begin_run(worker, call.name)
                 number = self._table.group.submit(worker, "run", arguments, generation=self._generation.number)
                 self._calls.expect(worker, number)
-            while self._calls.running and not self._user_error_waited():
+            while self._calls.running and not self._has_waited_for_peers():
                 self._table.pump(TICK_S)
-                self._calls.collect(self._seen)
+                self._calls.collect(self._adjust_outcome)
                 if self._table.clock() >= self._tick_at:  # not after each message, because it looks at every rank
                     self._tick()
                     self._tick_at = self._table.clock() + TICK_S
@@ -187,7 +188,7 @@ class FanOut:
                     self._hurry()
         except BaseException as error:
             with self._table.during("interruption"):
-                self._cut_short(error)
+                self._abandon_call(error)
             raise
         finally:
             self._table.forget(self._calls.running.values())
@@ -231,7 +232,7 @@ class FanOut:
             self._generation.end()  # also after the last step: the next one begins with rank 0's weights on all ranks
             raise
 
-    def _seen(self, worker: str, outcome: Outcome) -> Outcome:
+    def _adjust_outcome(self, worker: str, outcome: Outcome) -> Outcome:
         found = self._extra.found
         if worker in found and isinstance(outcome, Interrupted) and not outcome.place.name:
             outcome = replace(outcome, place=found[worker], asked=False)  # a function that was stopped there
@@ -250,23 +251,23 @@ class FanOut:
             self._hurried = True
             self._generation.interrupt(self._workers)
 
-    def _user_error_waited(self) -> bool:
+    def _has_waited_for_peers(self) -> bool:
         """Return whether busy peers have had enough time to end after a user's error."""
         if self._calls.troubled_at is None or self._table.clock() - self._calls.troubled_at <= USER_ERROR_S:
             return False
         return any(isinstance(outcome, Failed) for outcome in self._calls.outcomes.values())
 
-    def _cut_short(self, error: BaseException) -> None:
+    def _abandon_call(self, error: BaseException) -> None:
         """Stop the call at the next batch, and kill ranks that do not stop in time."""
         what = "interrupted" if isinstance(error, KeyboardInterrupt) else f"stopped by {type(error).__name__}"
         logger.warning("%s: asking %s to stop at the next batch", what, counted(len(self._workers), "worker"))
         self._generation.end()
         self._generation.interrupt(self._workers)
-        waited_s = 0.0  # for answers: this process may also be stopped while it sends
+        waited_s = 0.0  # for answers: this process may also be stopped while it sends, or be in a callback
         while self._calls.running and waited_s < CTRL_C_S:
             began = self._table.clock()
             self._table.pump(TICK_S)
-            waited_s += self._table.clock() - began
-            self._calls.collect(self._seen)
+            waited_s += min(self._table.clock() - began, TICK_S)
+            self._calls.collect(self._adjust_outcome)
         for worker in list(self._calls.running):
             self._table.kill(worker, "worker death", "it did not stop in time when the call was interrupted")

@@ -21,16 +21,16 @@ class CallLock:
         self._held: dict[str, Claim] = {}
 
     def claim(self, call: str) -> Claim:
-        """Return a context for the duration of `call`."""
+        """A context for the duration of `call`."""
         return Claim(self._held, call)
 
     def held_elsewhere(self) -> Claim | None:
-        """Return the claim that another thread holds now, if there is one."""
+        """The claim that another thread holds now, if there is one."""
         held = self._held.get("call")
         return None if held is None or held.thread == threading.get_ident() else held
 
     def held_here(self) -> Claim | None:
-        """Return this thread's claim, if it has one: a callback or a signal handler is running."""
+        """This thread's claim, if it has one: a callback or a signal handler is running."""
         held = self._held.get("call")
         return held if held is not None and held.thread == threading.get_ident() else None
 
@@ -61,5 +61,5 @@ class Claim:
             del self.held["call"]
 
     def describe(self) -> str:
-        """Return what is running, where, and for how long."""
+        """Say what is running, where, and for how long."""
         return f"{self.call} has been running for {time.monotonic() - self.since:.1f} s, called in thread {self.name!r}"

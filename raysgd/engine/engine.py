@@ -27,10 +27,10 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 from raysgd.config import ElasticConfig, Limits
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.policy import OUT_OF_STEP, Observation, Recovery, classify, different_calls, with_user_errors
-from raysgd.core.progress import Progress, most_advanced
+from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.shard_copies import ShardedState
-from raysgd.core.snapshot import Snapshot
+from raysgd.core.snapshot import Snapshot, newest_state
 from raysgd.engine.call import (
     CTRL_C_S,
     FanOut,
@@ -122,14 +122,13 @@ class Engine:
         self.active, self._ended, self._reached = True, False, Progress()
         self._call_lock = CallLock()
         self._calls, self._named = 0, term > 0
-        self.trained = 0  # the number of the newest call that trains and has returned
+        self.trained = 0  # the number of the newest call that trains and has ended
         self.changes = 0  # the number of the newest change of the state by a call that does not train
         # The call that trains in which an earlier driver has ended (None: it has no number here), and what was measured
         # in it.
         self._interrupted: tuple[int | None, list[PartialResults]] | None = None
         self.measured: Sequence[PartialResults] = ()  # in the parts of the running call that have ended
         self._running: RunningCall | None = None
-        self._snapshot_is_stale = True
         # Calls that ended after the newest snapshot, and how.
         self._finished: dict[int, tuple[Job, Progress]] = {}
         self._outage_raised = False  # whether the error about the current outage of Ray was raised
@@ -164,15 +163,15 @@ class Engine:
             for worker in workers:
                 self._table.dismiss(worker)
             return False
-        found = {worker: self._table[worker].progress for worker in self._table.members()}
+        found = self._table.progress_of(self._table.members())
         newest = max(progress.call for progress in found.values())
-        if self.keeps_snapshots and self._backend.in_place:  # for the case that all fail before the next one
-            self._generation.rescue_state(most_advanced(found), newest)
+        if self.keeps_snapshots and self._backend.in_place and (best := newest_state(found)):
+            self._generation.rescue_state(best, newest)  # for the case that all fail before the next snapshot
         self._calls, self.trained, self._log.recoveries = max(newest, trained), trained, list(recoveries)
         self.changes = self.progress.loads
         detail = f"another script has left {counted(len(workers), 'worker')}"
         seen = Observation("broken", reason="takeover", detail=detail)
-        call = RunningCall(self._calls, -1, len(recoveries))
+        call = RunningCall(self._calls, -1, len(recoveries), changes=True)
         try:
             with self._table.during("recovery"):
                 revived = self._recovery.recover(seen, call, since=since, world=self.world_size)
@@ -237,7 +236,7 @@ class Engine:
             self.cancel(unfinished)
 
     def _cancellable(self, callback: Callable[[T], None]) -> Callable[[T], None]:
-        """Return the callback, for calls in which nothing waits after it: if it cancels the running
+        """Wrap the callback for calls in which nothing waits after it: if it cancels the running
         call (by a shutdown, for example), that call ends now, because it would miss its workers."""
 
         def call(argument: T) -> None:
@@ -272,14 +271,14 @@ class Engine:
         return None if self._call_lock.held_elsewhere() is None else error
 
     def claim(self, call: str) -> Claim:
-        """Return a context in which only this thread calls the engine, for several jobs."""
+        """A context in which only this thread calls the engine, for several jobs."""
         return self._call_lock.claim(call)
 
     # -- state ----------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
-        """Return whether another thread's call is running."""
+        """Whether another thread's call is running."""
         return self._call_lock.held_elsewhere() is not None
 
     @property
@@ -288,60 +287,59 @@ class Engine:
 
     @property
     def target(self) -> int:
-        """Return how many workers there should be."""
+        """How many workers there should be."""
         return self._membership.target
 
     @property
     def nodes(self) -> list[str]:
-        """Return the node of each rank."""
+        """The node of each rank."""
         return [self._table[worker].node for worker in self._table.members()]
 
     def processes(self) -> list[tuple[str, int]]:
-        """Return the machine and the process id of each rank. Any thread may call this."""
+        """The machine and the process id of each rank. Any thread may call this."""
         found = map(self._table.get, self._table.members())  # None: it was dismissed meanwhile
         return [(info.machine, info.pid) if info is not None else ("", 0) for info in found]
 
     @property
     def generation(self) -> int:
-        """Return the number of the current generation."""
         return self._generation.number
 
     @property
     def progress(self) -> Progress:
-        """Return the progress of the most advanced rank, as far as the driver knows."""
+        """The progress of the most advanced rank, as far as the driver knows."""
         if not self.active:
             return self._reached
-        reported = {worker: self._table[worker].progress for worker in self._table.members()}
-        return reported[most_advanced(reported)] if reported else Progress()
+        reported = self._table.progress_of(self._table.members()).values()
+        return max(reported, key=lambda each: each.order, default=Progress())
 
     @property
     def reached(self) -> Progress:
-        """Return how far training has come, also if all workers have failed since, and work of
-        calls that have returned must be done again."""
-        return max((self.progress, *(end for _, end in self._finished.values())), key=_place)
+        """How far training has come, also if all workers have failed since, and work of calls that
+        have returned must be done again."""
+        ends = (end for _, end in self._finished.values() if end.step < sys.maxsize)
+        return max((self.progress, *ends), key=_place)
 
     @property
     def recoveries(self) -> list[Recovery]:
-        """Return all changes of the workers so far, in a new list."""
+        """All changes of the workers so far, in a new list."""
         return list(self._log.recoveries)
 
     @property
     def undefined(self) -> bool:
-        """Return whether a load has failed while it changed the state, and none has succeeded
-        since. New workers, with the state of an older snapshot, change nothing about that."""
+        """Whether a load has failed while it changed the state, and none has succeeded since. New
+        workers, with the state of an older snapshot, change nothing about that."""
         return self._load_failed or self.progress.undefined
 
     def forget_snapshot(self) -> None:
         """Drop the snapshot, because nothing in it is valid any more."""
-        self._snapshot_is_stale = True
         self._table.snapshots.forget()
 
     @contextmanager
     def state_replaced_by_hand(self, loads: int) -> Iterator[None]:
-        """Return a context in which the workers load another state. If all fail meanwhile, they
-        continue from the newest snapshot, and no earlier call is finished first."""
+        """A context in which the workers load another state. If all fail meanwhile, they continue
+        from the newest snapshot, and no earlier call is finished first."""
         kept, finished = self._table.snapshots.latest(), self._finished
-        self._snapshot_is_stale, self._finished = True, {}
+        self._finished = {}
         try:
             yield
         except BaseException:
@@ -350,13 +348,9 @@ class Engine:
             raise
         self._load_failed = False
         self._table.snapshots.require(loads)
-        newest = self._table.snapshots.latest()
-        if newest is not None:
-            self._snapshot_is_stale = newest.progress.order < self.progress.order
 
     @property
     def keeps_snapshots(self) -> bool:
-        """Return whether the driver keeps snapshots of the state."""
         return self._keeps_snapshots and self.group.elastic and not self._generation.is_sharded
 
     # -- members --------------------------------------------------------------------------------------
@@ -379,7 +373,7 @@ class Engine:
         try:
             ask()
             with self.group.releasing():
-                while self._membership.due():
+                while self._membership.has_change():
                     self._restore(Observation("paused"), call)
         except BaseException:
             self._membership.give_up_change(before)
@@ -407,21 +401,31 @@ class Engine:
             outer, self._running = self._running, running
             try:
                 parts = self._run(job, running, parts)
+            except BaseException:
+                self._note_end(job, running)
+                raise
             finally:
                 self._running = outer
-            self.trained = running.number if job.again == "resume" else self.trained
+                self.trained = running.number if job.again == "resume" else self.trained
             if job.redo and self.group.elastic:
                 self._finished[running.number] = job, self.progress
             return parts
+
+    def _note_end(self, job: Job, running: RunningCall) -> None:
+        """Note how far a call has trained that an error has ended: it is to be run again up to
+        there."""
+        end = self.progress
+        if job.redo and job.again == "resume" and self.group.elastic and end.call == running.number and end.batches:
+            call = replace(job.call, arguments={**job.call.arguments, "most": end.batches})
+            self._finished[running.number] = replace(job, call=call), end
 
     def change(self, call: Call) -> list[PartialResults]:
         """Make a call that changes the state for the user. The state has that change once,
         whichever worker fails: ranks that have it do not make it again, and new ones whose snapshot
         lacks it do. Return the survivors' answers."""
         self.changes += 1
-        parts = self.run(Job(replace(call, change=self.changes), again="keep", redo=True))
-        self._snapshot_is_stale = True
-        return parts
+        self._comparison.note_change()
+        return self.run(Job(replace(call, change=self.changes), again="keep", redo=True))
 
     def _run(self, job: Job, running: RunningCall, left: Sequence[PartialResults] = ()) -> list[PartialResults]:
         """Run a job, run one that had ended again, under its number, or continue one of which these
@@ -433,12 +437,11 @@ class Engine:
         hung: list[Any] = []  # where code hung, as often as it hung there in a row
         while True:
             self.measured = parts
-            call = self._prepared(job, running)
+            call = self._prepare_call(job, running)
             fan_out = FanOut(self._table, self._generation, job, self._wants_boundary, comparison=self._comparison)
             fan_out.run(call)
-            self._note_snapshot(running)
             outcomes = with_user_errors(fan_out.outcomes, self._table.gpu_failures.suspected)
-            seen = self._with_hangs(classify(outcomes), hung)
+            seen = self._count_hangs(classify(outcomes), hung)
             if seen.kind == "user_error":
                 self._raise_user_error(seen, outcomes)
             if seen.reason == "network" and not seen.failed_workers:
@@ -452,7 +455,8 @@ class Engine:
                 if job.compare is not None:
                     self._compare_ranks(job.compare, fan_out, self._table.clock() - began_at)
                 return parts
-            revived = self._restore(seen, running, since=fan_out.troubled_at)
+            begun = replace(running, changes=job.call.change > 0)
+            revived = self._restore(seen, begun, since=fan_out.troubled_at)
             # Whether training continues from a state from before this call. A new worker can have taken such a one.
             goes_back = revived is not None and (
                 revived.call != running.number or _place(revived.progress) < _place(began)
@@ -460,9 +464,9 @@ class Engine:
             if goes_back:
                 self._run_again(running)
                 self._check_is_newest(job, began)
-            if job.again == "keep" and not goes_back and (kept := _kept(outcomes)):
+            if job.again == "keep" and not goes_back and (kept := _collect_answers(outcomes)):
                 return [kept]
-            parts = self._still_counting(parts, revived, running)
+            parts = self._drop_repeated_work(parts, revived, running)
 
     def _run_again(self, running: RunningCall) -> None:
         """Finish the calls before this one, if all workers have failed and continue from a snapshot
@@ -504,7 +508,7 @@ class Engine:
         if job.needs_state and self.progress.order < began.order:
             raise older_state_error(job.call.name, began, self.progress)
 
-    def _with_hangs(self, seen: Observation, hung: list[Any]) -> Observation:
+    def _count_hangs(self, seen: Observation, hung: list[Any]) -> Observation:
         """Count in `hung` how many times in a row code has hung at the same place of the call: in
         the same batch, or, as training functions count none, after the same commits."""
         if seen.hung_at is None:
@@ -516,7 +520,7 @@ class Engine:
         hung.append(place)
         return replace(seen, hangs=len(hung))
 
-    def _still_counting(
+    def _drop_repeated_work(
         self, parts: list[PartialResults], revived: Snapshot | None, running: RunningCall
     ) -> list[PartialResults]:
         """Return the results without those of work that is done again: new workers continue from a
@@ -529,35 +533,32 @@ class Engine:
         """Compare the ranks after a call that took so long. If a worker fails now, the next call
         handles that."""
         comparison, members = self._comparison, self._table.members()
-        comparison.trained(seconds)
+        comparison.note_training(seconds)
         if len(members) == 1 or not comparison.is_due:
             return
         began, number, limit_s = self._table.clock(), self._generation.number, self.limits.hang_s
         outcomes = ask(self._table, members, "run", {"call": call}, limit_s=limit_s, generation=number)
-        comparison.took(self._table.clock() - began)
+        comparison.note_asking(self._table.clock() - began)
         seen = classify(outcomes)
         if seen.kind == "user_error":
             self._raise_user_error(seen, outcomes)
         if seen.kind == "done":
             fan_out.judge(self.progress.step, [getattr(outcome, "value", "") for outcome in outcomes.values()])
 
-    def _prepared(self, job: Job, running: RunningCall) -> Call:
+    def _prepare_call(self, job: Job, running: RunningCall) -> Call:
         """Return the call with the arguments that are only known when it is fanned out."""
         more = dict(job.prepare())
         if job.again == "resume":
-            more |= {"call": running.number, "snapshot_first": self._snapshot_is_stale}
+            newest = self._table.snapshots.latest()
+            lacks_change = newest is None or newest.progress.loads < self.progress.loads
+            more |= {"call": running.number, "snapshot_first": lacks_change}
         part_of = running.number if self._named and job.again == "resume" else -1
         return replace(job.call, arguments={**job.call.arguments, **more}, part_of=part_of)
 
-    def _note_snapshot(self, running: RunningCall) -> None:
-        newest = self._table.snapshots.latest()
-        if newest is not None and newest.call == running.number:
-            self._snapshot_is_stale = False
-
     def _is_change_due(self) -> bool:
-        """Return, before training, whether the group is to change. Note an outage of Ray."""
+        """Whether, before training, the group is to change. Note an outage of Ray."""
         try:
-            return self._membership.due()
+            return self._membership.has_change()
         except ClusterError:
             self._outage_raised = True
             raise
@@ -615,7 +616,7 @@ class Engine:
             raise CheckpointError(UNDEFINED)
 
     def _observe_idle(self) -> Observation:
-        """Return what has happened to the generation since the last call."""
+        """Find what has happened to the generation since the last call."""
         while self._table.pump(0.0):
             pass
         members = [self._table[worker] for worker in self._table.members()]
@@ -649,7 +650,7 @@ class Engine:
     def _network_or_out_of_step(
         self, seen: Observation, outcomes: Mapping[str, Outcome], before: Progress | None
     ) -> Observation:
-        """Return what a network fault means: a second one here may be ranks out of step."""
+        """Decide what a network fault means: a second one here may be ranks out of step."""
         again = before is not None and self.progress.order <= before.order
         detail = different_calls(outcomes, again=again)
         return Observation("out_of_step", reason=OUT_OF_STEP, detail=detail) if detail else seen
@@ -686,7 +687,7 @@ def shutdown_all() -> None:
         engine.stop()
 
 
-def _kept(outcomes: Mapping[str, Outcome]) -> PartialResults | None:
+def _collect_answers(outcomes: Mapping[str, Outcome]) -> PartialResults | None:
     """Return the survivors' answers, if every survivor has one."""
     if any(isinstance(outcome, (Interrupted, Failed)) for outcome in outcomes.values()):
         return None
@@ -695,5 +696,5 @@ def _kept(outcomes: Mapping[str, Outcome]) -> PartialResults | None:
 
 
 def _place(progress: Progress) -> tuple[int, int, int, bool]:
-    """Return how far training has come: the end of a call is a place of its own."""
+    """How far training has come: the end of a call is a place of its own."""
     return progress.loads, progress.step, progress.call, progress.finished

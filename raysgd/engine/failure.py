@@ -47,11 +47,16 @@ ONE_ROW_HINT = (
     "BatchNorm cannot train on a single value, and a rank had one row. Usually it is the last step of an epoch, which the ranks divide: "
     "pass drop_last=True to the training loader, or another batch_size"
 )
+UNUSED_HINT = (
+    "Layers that were frozen after self.register() have no gradient, as layers that some batches do not use: pass "
+    "ddp_args={'find_unused_parameters': True} to self.register()"
+)
 # What to do about errors of torch, by the name of the type and a part of the text.
 HINTS = (
     ("OutOfMemoryError", "", MEMORY_HINT),
     ("ValueError", "Default process group has not been init", NO_GROUP_HINT),
     ("ValueError", "Expected more than 1 value per channel", ONE_ROW_HINT),
+    ("RuntimeError", "Expected to have finished reduction in the prior iteration", UNUSED_HINT),
 )
 LOADER_HINT = (
     "Data-loader processes usually die because memory runs out. Use fewer loader processes (num_workers of the DataLoader), "
@@ -86,8 +91,8 @@ def raise_user_error(outcome: Failed, info: WorkerInfo) -> NoReturn:
 
 
 def unfinished_error(stories: Sequence[str], *, silent: bool = False) -> WorkerStartError:
-    """Return the error about workers whose set-up did not end in time, or that were `silent` for
-    too long in it."""
+    """The error about workers whose set-up did not end in time, or that were `silent` for too long
+    in it."""
     limit = (
         "ElasticConfig(hang_timeout_s=...)"
         if silent
@@ -101,7 +106,7 @@ def unfinished_error(stories: Sequence[str], *, silent: bool = False) -> WorkerS
 def no_room_error(
     group: WorkerGroupProtocol, missing: int, target: int, limit_s: float, *, no_room: bool = True
 ) -> ResourceError:
-    """Return the error about workers that were not up in time, for lack of room or too slow."""
+    """The error about workers that were not up in time, for lack of room or too slow."""
     if not no_room:
         late = (
             f"{missing} of {counted(target, 'worker process', 'worker processes')} did not start within {limit_s:g} s"
@@ -142,8 +147,8 @@ def _sizes(room: Room, count: int) -> str:
 
 
 def held_error(room: Room, count: int, holders: Mapping[Any, str]) -> ResourceError:
-    """Return the error about workers whose resources other trainers of this process hold. `holders`
-    has the engines of these, with a description."""
+    """The error about workers whose resources other trainers of this process hold. `holders` has
+    the engines of these, with a description."""
     session = vars(sys.modules["__main__"])
     wanted = counted(count, "worker, which needs", "workers, which need")
     lines = [f"the cluster has no room for {wanted} {room.demand(count)}."]
@@ -172,7 +177,7 @@ def warn_no_room(group: WorkerGroupProtocol, missing: int, waited_s: float, limi
 
 
 def out_of_step_error(detail: str, at: Progress) -> OutOfStepError:
-    """Return the error about ranks that did not make the same collective calls."""
+    """The error about ranks that did not make the same collective calls."""
     return OutOfStepError(
         f"the ranks are out of step in epoch {at.epoch}, batch {at.batches + 1}: {detail}. Most likely some ranks make a "
         "collective call (all_reduce, barrier, broadcast, all_gather, ...) that others do not make, for example under "
@@ -185,7 +190,7 @@ def out_of_step_error(detail: str, at: Progress) -> OutOfStepError:
 def failed_error(
     why: str, recoveries: list[Recovery], kind: type[TrainingFailedError] = TrainingFailedError
 ) -> TrainingFailedError:
-    """Return the error about a call that raysgd gave up, with each of its recoveries."""
+    """The error about a call that raysgd gave up, with each of its recoveries."""
     lines = [f"training failed: {why}."]
     for recovery in recoveries:
         ranks = ", ".join(map(str, recovery.removed_ranks)) or "none"
@@ -206,7 +211,7 @@ def failed_error(
 
 
 def shards_lost_error(left: int, before: int) -> TrainingFailedError:
-    """Return the error about a sharded model of which a part is lost, without a checkpoint."""
+    """The error about a sharded model of which a part is lost, without a checkpoint."""
     return TrainingFailedError(
         f"training failed: a part of the model was lost with the workers that have failed ({left} of {before} are left), and there is no "
         "checkpoint from which raysgd could continue: this trainer has neither loaded a file nor completed an automatic checkpoint since "
@@ -217,7 +222,7 @@ def shards_lost_error(left: int, before: int) -> TrainingFailedError:
 
 
 def cut_short_error(ranks: Sequence[int]) -> TrainingFailedError:
-    """Return the error about the user's function that has run in part, without a snapshot."""
+    """The error about the user's function that has run in part, without a snapshot."""
     return TrainingFailedError(
         f"the function was in a collective call on {ranked(ranks)} when another rank failed. It has ended on no rank, and is not called "
         "again, because that could repeat what it has done before. As there is no snapshot of the state before the call, training "
@@ -227,7 +232,7 @@ def cut_short_error(ranks: Sequence[int]) -> TrainingFailedError:
 
 
 def older_state_error(call: str, wanted: Progress, found: Progress) -> CheckpointError:
-    """Return the error of a call that needs a state which no worker has any more."""
+    """The error of a call that needs a state which no worker has any more."""
     return CheckpointError(
         f"all workers failed during {call!r}, which needs their state of epoch {wanted.epoch}, batch {wanted.batches}. New "
         f"workers continue from the newest snapshot (epoch {found.epoch}, batch {found.batches}), which lacks what happened since. "

@@ -19,11 +19,10 @@ from raysgd.core.lease import GENERATIONS, LEASE_S
 from raysgd.core.messages import Interrupt
 from raysgd.core.outcomes import Failed, Interrupted, Left, Ok, Outcome, WorkerFailed
 from raysgd.core.policy import UNREACHABLE
-from raysgd.core.progress import most_advanced
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.ranks import RankInfo, assign_ranks
 from raysgd.core.shard_copies import ShardedState, covered, layout
-from raysgd.core.snapshot import Snapshot
+from raysgd.core.snapshot import Snapshot, newest_state
 from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_error, warn_no_room
 from raysgd.engine.watchdog import ask
 from raysgd.engine.worker_table import LOOK_S, Stage, WorkerInfo, WorkerTable
@@ -63,7 +62,7 @@ class Generation:
         self._failures: dict[str, Interrupted | WorkerFailed] = {}  # of the newest attempt
 
     def take_seconds(self) -> dict[str, float]:
-        """Return how long the workers took to answer in each phase since the last call of this."""
+        """How long the workers took to answer in each phase since the last call of this."""
         taken, self._seconds = self._seconds, {}
         return taken
 
@@ -78,7 +77,7 @@ class Generation:
             self._table.group.send(worker, message)
 
     def causes(self) -> str:
-        """Return why the newest attempt to form a generation failed, by rank and machine."""
+        """Why the newest attempt to form a generation failed, by rank and machine."""
         causes = []
         for worker, outcome in self._failures.items():
             info = self._table.get(worker) or WorkerInfo(worker)
@@ -89,7 +88,7 @@ class Generation:
 
     @property
     def in_place(self) -> bool:
-        """Return whether a process can leave one generation and join the next."""
+        """Whether a process can leave one generation and join the next."""
         return self._backend.in_place
 
     # -- the first generation -------------------------------------------------------------------------
@@ -146,7 +145,7 @@ class Generation:
             self._table.pump(0.2)
             if any(self._table[worker].ended is not None for worker in workers):
                 return False
-            for worker in [each for each in workers if self._table.parks(each)]:
+            for worker in [each for each in workers if self._table.park_if_excluded(each)]:
                 workers.remove(worker)
                 full = self._table.group.room().free <= 0
                 if not full or len(workers) < least:
@@ -184,7 +183,7 @@ class Generation:
         return [found[worker] for worker in members]
 
     def warm_up_arguments(self) -> dict[str, Any]:
-        """Return what a replacement needs to be set up in a generation of its own."""
+        """What a replacement needs to be set up in a generation of its own."""
         return {"hook": self._hook, "factory": self._factory, "rank_info": RankInfo(solo=True), "settings": {}}
 
     # -- forming --------------------------------------------------------------------------------------
@@ -199,7 +198,7 @@ class Generation:
 
     def _form(self, workers: Sequence[str], state: Any, saved: Snapshot | None) -> bool:
         self._table.expect_ranks(workers)
-        built = self._built(workers)
+        built = self._select_built(workers)
         new = [worker for worker in workers if worker not in built]
         if not self.hear_from(workers, leave=bool(new or self._behind(built)[1])):
             return False
@@ -226,7 +225,7 @@ class Generation:
         self._has_formed = True
         return True
 
-    def _built(self, workers: Sequence[str]) -> list[str]:
+    def _select_built(self, workers: Sequence[str]) -> list[str]:
         """Return those that have a replica."""
         return [w for w in workers if self.in_place and self._table[w].stage >= Stage.READY]
 
@@ -235,7 +234,7 @@ class Generation:
         only this answer says which state they have. Members leave their group meanwhile, because
         these workers may wait for them in it; with `leave`, they do so in any case, and otherwise
         when they join the next one. Return False if a worker has failed."""
-        built = [self._table[worker] for worker in self._built(workers)]
+        built = [self._table[worker] for worker in self._select_built(workers)]
         leave = leave or not all(info.is_exact for info in built)
         asked = [info.worker for info in built if leave and (info.in_group or not info.is_exact)]
         return not asked or self._succeeds(asked, "leave", {}, self.limits.hang_s)
@@ -244,16 +243,15 @@ class Generation:
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether the state is divided among the workers."""
         return self._sharded is not None
 
     def lacks_shards(self, workers: Sequence[str]) -> bool:
-        """Return whether the state is divided, and these have no copy of a part of it."""
+        """Whether the state is divided, and these have no copy of a part of it."""
         return self.is_sharded and not covered(self._shards[worker] for worker in workers if worker in self._shards)
 
     def newest_snapshot(self, *, wait: bool = False) -> Snapshot | None:
-        """Return what new workers can start from. Without `wait`, this may be a checkpoint that is
-        still being saved."""
+        """What new workers can start from. Without `wait`, this may be a checkpoint that is still
+        being saved."""
         latest = self._table.snapshots.latest()
         return self._sharded.saved(wait) if latest is None and self._sharded is not None else latest
 
@@ -284,12 +282,13 @@ class Generation:
         return True
 
     def _behind(self, workers: Sequence[str]) -> tuple[str, list[str]]:
-        """Return the most advanced worker, and those that need its state: usually none. If none has
+        """Find the most advanced worker, and those that need its state: usually none. If none has
         the state of the group, the others begin with the first one's."""
         if self.is_sharded or not workers:  # the ranks exchange shards when they have joined
             return "", []
-        progress = {worker: self._table[worker].progress for worker in workers}
-        source = most_advanced(progress)
+        progress = self._table.progress_of(workers)
+        source = newest_state(progress)
+        assert source is not None
         order = progress[source].order
         same = [w for w in workers if order[0] and progress[w].order == order]
         return source, [worker for worker in workers if worker not in (source, *same)]
@@ -355,7 +354,7 @@ class Generation:
         nodes = [self._table[worker].node for worker in workers]
         local = all(self._table[worker].local for worker in workers)
         rank_infos = assign_ranks(nodes, generation=self.number, local=local)
-        offers = self._offers(workers)
+        offers = self._collect_offers(workers)
         if offers is None:
             return False
         settings = self._backend.plan(rank_infos, offers)
@@ -369,7 +368,7 @@ class Generation:
 
         return self._all_ok(self._ask(workers, "join", given.__getitem__, self.limits.join_s + 10, on_trouble=cancel))
 
-    def _offers(self, workers: Sequence[str]) -> list[dict[str, Any]] | None:
+    def _collect_offers(self, workers: Sequence[str]) -> list[dict[str, Any]] | None:
         """Return what the backend needs from each worker to plan, or None if one has failed."""
         if not self._backend.needs_offers:
             return []
@@ -419,7 +418,7 @@ class Generation:
         return self._all_ok(self._ask(workers, verb, arguments, limit_s))
 
     def _all_ok(self, outcomes: dict[str, Outcome]) -> bool:
-        """Return whether all outcomes are Ok. Raise the error of the user's code."""
+        """Whether all outcomes are Ok. Raise the error of user code."""
         for worker, outcome in outcomes.items():
             if isinstance(outcome, Failed):
                 raise_user_error(outcome, self._table[worker])

@@ -40,35 +40,35 @@ class Membership:
 
     @property
     def least(self) -> int:
-        """Return with how many workers training continues."""
+        """With how many workers training continues."""
         return min(self._elastic.min_workers, self.target)
 
     @property
     def missing(self) -> int:
-        """Return how many places are free, or will be when the members that leave have left."""
-        return self.target - len(self._staying())
+        """How many places are free, or will be when the members that leave have left."""
+        return self.target - len(self._find_staying())
 
     def _leavers(self) -> dict[WorkerInfo, Leaver]:
-        """Return the members that are to leave, in rank order, and why."""
+        """The members that are to leave, in rank order, and why."""
         infos = map(self._table.__getitem__, self._table.members())
         return {info: info.leaver for info in infos if info.leaver is not None}
 
-    def _staying(self) -> list[str]:
+    def _find_staying(self) -> list[str]:
         return [worker for worker in self._table.members() if self._table[worker].leaver is None]
 
-    def due(self) -> bool:
+    def has_change(self) -> bool:
         """Return, before a call, whether there is a change to make now."""
         self.look_for_leavers()
         self.start_replacements()
-        return self._has_change(joins=min(self.missing, self._replacements.ready) > 0)
+        return self._must_change(joins=min(self.missing, self._replacements.ready) > 0)
 
     def wants_boundary(self) -> bool:
-        """Return, often in a call, after `look_for_leavers`, whether to stop at a boundary."""
+        """Whether to stop at a boundary. Asked often in a call, after `look_for_leavers`."""
         if not self._table.group.elastic:
             return False
         if self._elastic.grow is True:
             self._replacements.look(self.missing)
-        return self._has_change(joins=self._elastic.grow is True and self._replacements.gathered(self.missing))
+        return self._must_change(joins=self._elastic.grow is True and self._replacements.should_join(self.missing))
 
     def start_replacements(self) -> None:
         """Start missing workers and hot spares, as far as settings and the cluster allow it."""
@@ -100,15 +100,15 @@ class Membership:
             self._replacements.look_at_once()
         self._replacements.dismiss_preempted(draining)
 
-    def _has_change(self, *, joins: bool) -> bool:
-        return bool(self._not_notified()) or (bool(self._leaving_now()) if self._leavers() else joins)
+    def _must_change(self, *, joins: bool) -> bool:
+        return bool(self._find_unnotified()) or (bool(self._choose_leaving()) if self._leavers() else joins)
 
-    def _leaving_now(self) -> list[WorkerInfo]:
+    def _choose_leaving(self) -> list[WorkerInfo]:
         """Return those that leave at the next boundary: all, or those whose time is up. A backend
         that needs new processes changes all at once."""
         now, grows, leavers = self._table.real_clock(), self._elastic.grow is True, self._leavers()
         missing, ready, starting = self.missing, self._replacements.ready, self._replacements.starting
-        enough = len(self._staying()) + ready >= self.least
+        enough = len(self._find_staying()) + ready >= self.least
 
         def leaves(each: Leaver) -> bool:
             left_s = each.leave_by - now
@@ -119,7 +119,7 @@ class Membership:
         leaving = [info for info, leaver in leavers.items() if leaves(leaver)]
         return list(leavers) if leaving and not self._generation.in_place else leaving
 
-    def _not_notified(self) -> dict[WorkerInfo, Leaver]:
+    def _find_unnotified(self) -> dict[WorkerInfo, Leaver]:
         """Return the preempted members whose operators do not know it yet."""
         preempted = {info: each for info, each in self._leavers().items() if each.reason == "preemption"}
         return {info: each for info, each in preempted.items() if not each.notified} if self._notice is not None else {}
@@ -144,7 +144,7 @@ class Membership:
         if count > len(members):
             check_can_fit(self._table.group, count)
         self.target = count
-        surplus = self._staying()[count:]
+        surplus = self._find_staying()[count:]
         for info, leaver in self._leavers().items():
             self._table.set_leaver(info.worker, replace(leaver, leave_by=-math.inf))
         for worker in surplus:
@@ -187,13 +187,13 @@ class Membership:
     # -- the change that is due ------------------------------------------------------------------------
 
     def plan(self) -> Observation:
-        """Return the change that is due, with all ranks at a boundary: "paused" with the members
-        that leave, "done" for none, "broken" if the backend needs new processes. Notify preempted
+        """Plan the change that is due, with all ranks at a boundary: "paused" with the members that
+        leave, "done" for none, "broken" if the backend needs new processes. Notify preempted
         workers; if that fails, no member leaves now, and the generation is formed again."""
-        waiting = self._not_notified()
+        waiting = self._find_unnotified()
         if waiting and not self._notify(waiting):
             return Observation("paused", reason="preemption")  # a member has failed, or the network has
-        leaving = self._leaving_now()
+        leaving = self._choose_leaving()
         if not leaving if self._leavers() else min(self.missing, self._replacements.ready) <= 0:
             return Observation("done")  # the leavers' replacements are not ready yet, or those that were have failed
         leaver = leaving[0].leaver if leaving else None

@@ -25,16 +25,20 @@ class Comparison:
         self._trained_s, self._took_s = math.inf, 0.0  # so that the first call is compared
         self._logged: set[tuple[str, str]] = set()
 
-    def trained(self, seconds: float) -> None:
+    def note_training(self, seconds: float) -> None:
         """Note how long a call has trained."""
         self._trained_s += seconds
 
     @property
     def is_due(self) -> bool:
-        """Return whether the ranks should be compared now that a call has ended."""
+        """Whether the ranks should be compared now that a call has ended."""
         return self._trained_s >= self._took_s / LARGEST_SHARE
 
-    def took(self, seconds: float) -> None:
+    def note_change(self) -> None:
+        """Note that user code has changed the state between two calls."""
+        self._trained_s = math.inf
+
+    def note_asking(self, seconds: float) -> None:
         """Note how long asking the ranks took. Once, it may be slow for another reason."""
         self._took_s = min(seconds, 2 * self._took_s or seconds)
         self._trained_s = 0.0

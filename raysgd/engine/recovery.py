@@ -13,8 +13,8 @@ from typing import NoReturn
 from raysgd.config import ElasticConfig
 from raysgd.core import policy
 from raysgd.core.outcomes import BATCH, DATA_LOADER
-from raysgd.core.progress import Progress, most_advanced
-from raysgd.core.snapshot import Snapshot
+from raysgd.core.progress import Progress
+from raysgd.core.snapshot import Snapshot, newest_state
 from raysgd.engine.call import RunningCall
 from raysgd.engine.failure import cut_short_error, failed_error, raise_user_error, shards_lost_error, unfinished_error
 from raysgd.engine.generation import Generation
@@ -43,7 +43,7 @@ class RecoveryLog:
         self._on_recovery, self.on_wait = on_recovery, on_wait
 
     def failures_since(self, count: int) -> int:
-        """Return how many failures there were after the first `count` recoveries."""
+        """How many failures there were after the first `count` recoveries."""
         return sum(recovery.reason not in policy.PLANNED for recovery in self.recoveries[count:])
 
     def record(
@@ -81,14 +81,14 @@ class RecoveryLog:
         )
         self.recoveries.append(recovery)
         if continues:
+            how = f" {_begins(revived)}, {counted(redone, 'batch', 'batches')} redone," if _has_begun(at) else ""
             logger.warning(
-                "%s: %straining continues with %s (%d before), %s, %s redone, after %.2f s",
+                "%s: %straining continues with %s (%d before),%s after %.2f s",
                 recovery.reason,
                 _change(recovery),
                 counted(after, "worker"),
                 before,
-                _begins(revived),
-                counted(recovery.batches_redone, "batch", "batches"),
+                how,
                 recovery.seconds,
             )
         else:
@@ -98,8 +98,8 @@ class RecoveryLog:
 
 
 def _change(recovery: policy.Recovery) -> str:
-    """Return the beginning of a log line: which workers have left or joined, or why a batch is
-    trained again."""
+    """The beginning of a log line: which workers have left or joined, or why a batch is trained
+    again."""
     if recovery.reason in ("preemption", "shrink"):
         return f"{ranked(recovery.removed_ranks)} left, "
     if recovery.reason == "growth":
@@ -108,8 +108,13 @@ def _change(recovery: policy.Recovery) -> str:
     return f"{recovery.detail}; " if recovery.reason == BATCH else ""
 
 
+def _has_begun(at: Progress) -> bool:
+    """Whether there is a batch, or a commit of a training function, that could have been lost."""
+    return bool(at.epoch or at.step)
+
+
 def _begins(revived: Snapshot | None) -> str:
-    """Return with which state training continues."""
+    """Say with which state training continues."""
     if revived is None:
         return "in place"
     if revived.load is not None:
@@ -211,7 +216,7 @@ class RecoveryLoop:
             raise
         if not formed:
             logger.warning("a new process group could not be formed: %s", self._generation.causes())
-            self._not_formed(case, survivors, joining)
+            self._undo_forming(case, survivors, joining)
 
     def _form(self, case: _Case, survivors: list[str], joining: list[str]) -> bool:
         """Form a generation of these workers. They begin with the survivors' state, or, if none
@@ -228,14 +233,15 @@ class RecoveryLoop:
         return self._generation.form(workers, state=state, saved=saved)
 
     def _lack_state(self, case: _Case, survivors: list[str]) -> bool:
-        """Return whether no survivor has the state of the group, or they lack a part of it. An
-        undefined one does, if there is a snapshot, and if the call does not replace the state."""
-        found = [self._table[each].progress for each in survivors]
-        replaceable = not case.call.replaces and self._table.snapshots.latest() is not None
-        lacking = all(each.cut_short or (replaceable and each.undefined) for each in found)
+        """Whether no survivor has the state of the group, or they lack a part of it. An undefined
+        one does, if there is a snapshot, and if the call does not replace the state. One whose
+        change was cut short does until that call ends: the script has its error then."""
+        found, call = [self._table[each].progress for each in survivors], case.call
+        replaceable = not call.replaces and self._table.snapshots.latest() is not None
+        lacking = all((call.changes and each.cut_short) or (replaceable and each.undefined) for each in found)
         return lacking or self._generation.lacks_shards(survivors)
 
-    def _not_formed(self, case: _Case, survivors: list[str], joining: list[str]) -> None:
+    def _undo_forming(self, case: _Case, survivors: list[str], joining: list[str]) -> None:
         """Take the replacements back after a failed try. If no worker has failed, the network
         between them may be broken: then dismiss them, but not one with the only state, and not at
         the first try of a planned change, which counts as a failure from now on."""
@@ -251,13 +257,11 @@ class RecoveryLoop:
                 self._table.dismiss(worker)
 
     def _only_holder(self, survivors: list[str], joining: list[str]) -> list[str]:
-        """Return the one of those that join which has a newer state than the survivors and the
+        """Find the one of those that join which has a newer state than the survivors and the
         snapshot: the member that it took this from has failed. Mostly, there is none."""
-        progress = {worker: self._table[worker].progress for worker in [*survivors, *joining]}
-        newest = self._table.snapshots.latest() or Snapshot()
-        best = most_advanced(progress)
-        newer = best in joining and progress[best].order > newest.progress.order
-        return [best] if newer and not self._generation.is_sharded else []  # of shards, none has all
+        progress = self._table.progress_of([*survivors, *joining])
+        best = newest_state(progress, self._table.snapshots.latest() or Snapshot())
+        return [best] if best in joining and not self._generation.is_sharded else []  # of shards, none has all
 
     def _check(self, case: _Case, survivors: list[str]) -> None:
         """Raise an error if only the user's set-up is in the way, or after too many attempts."""
@@ -279,7 +283,7 @@ class RecoveryLoop:
             )
 
     def _may_end(self, survivors: list[str]) -> bool:
-        """Return whether a failed set-up ends the call if those that are starting fail, too."""
+        """Whether a failed set-up ends the call if those that are starting fail, too."""
         replacements = self._replacements
         failed = replacements.failure is not None or bool(replacements.unfinished)
         return failed and not survivors and replacements.ready == 0 and replacements.starting > 0
@@ -300,26 +304,28 @@ class RecoveryLoop:
             return
         case.logged = True
         self._log.on_wait(f"a new process group after: {case.seen.reason}")
-        seen, where = case.seen, f"epoch {case.furthest.epoch}, batch {case.furthest.batches}"
+        seen, at = case.seen, case.furthest
+        where = f" in epoch {at.epoch}, batch {at.batches}" if _has_begun(at) else ""
         if seen.reason == DATA_LOADER:
             action = "Restarting this loader and continuing after the last committed batch"
-            logger.warning("data loader failure in %s: %s. %s", where, seen.detail, action)
+            logger.warning("data loader failure%s: %s. %s", where, seen.detail, action)
         elif seen.reason in policy.PLANNED and not case.failed_ranks:
-            logger.info("%s in %s: %s", seen.reason, where, seen.detail)
+            logger.info("%s%s: %s", seen.reason, where, seen.detail)
         else:
             on = f" on node {', '.join(sorted(case.failed_on))}" if case.failed_on else ""
             ranks = ranked(sorted(case.failed_ranks)) if case.failed_ranks else "no rank"
-            logger.warning("%s in %s: %s of %d failed%s (%s)", seen.reason, where, ranks, case.world, on, seen.detail)
+            logger.warning("%s%s: %s of %d failed%s (%s)", seen.reason, where, ranks, case.world, on, seen.detail)
 
     def _survivors(self, case: _Case) -> list[str]:
-        """Return the members that can continue: none if processes cannot rejoin; then their state
-        is saved as a snapshot."""
+        """Find the members that can continue: none if processes cannot rejoin; then their state is
+        saved as a snapshot."""
         survivors = self._table.members()
         if survivors and not self._in_place:
-            infos = [self._table[worker] for worker in survivors]
-            progress = {info.worker: info.progress for info in infos if not info.progress.cut_short}
-            while progress and not self._generation.rescue_state(best := most_advanced(progress), case.call.number):
-                del progress[best]  # it failed, too, so try the next most advanced one
+            found = self._table.progress_of(survivors)
+            changes = case.call.changes
+            progress = {worker: each for worker, each in found.items() if not (changes and each.cut_short)}
+            while (best := newest_state(progress)) and not self._generation.rescue_state(best, case.call.number):
+                del progress[best]  # it failed, too, so try the one that has the newest state of the others
             for worker in survivors:
                 self._table.dismiss(worker)
             self._replace_all(len(survivors))
@@ -349,19 +355,18 @@ class RecoveryLoop:
             max_failures=case.call.max_failures,
             attempts=case.waits,
             max_attempts=self._elastic.max_attempts,
-            gathered=self._replacements.gathered(target - len(survivors)),
+            gathered=self._replacements.should_join(target - len(survivors)),
             hangs=case.seen.hangs,
         )
 
     def _revive(self, joining: list[str], call: int) -> Snapshot | None:
-        """Return the snapshot that these processes start from when no member is left, or members
+        """Choose the snapshot that these processes start from when no member is left, or members
         lack a shard: the newest one, or an empty one if they all take the initial state of the
         first of them. Return None if they could not load it."""
         snapshot = self._generation.newest_snapshot(wait=True) or Snapshot()
-        progress = {worker: self._table[worker].progress for worker in joining}
-        furthest = progress[most_advanced(progress)]
-        if self._in_place and not self._generation.is_sharded and furthest.order >= snapshot.progress.order:
-            return Snapshot(progress=furthest, call=call)
+        best = newest_state(self._table.progress_of(joining), snapshot if snapshot.data else None)
+        if best and self._in_place and not self._generation.is_sharded:
+            return Snapshot(progress=self._table[best].progress, call=call)
         if snapshot.data and self._in_place and not self._generation.load(joining, snapshot.data):
             return None
         return snapshot

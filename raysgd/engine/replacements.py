@@ -35,7 +35,7 @@ class Replacements:
         self._table, self._generation, self._in_place = table, generation, generation.in_place
         self._spares, self._said_no_room = spares, False
         self._start_s, self._setup_s = generation.limits.start_s, generation.limits.setup_s
-        self.failure: Failed | None = None  # the error of the user's code that ended the set-up of the newest one
+        self.failure: Failed | None = None  # the error of user code that ended the set-up of the newest one
         self.unfinished = ""  # what the newest one did not finish within the limit for its set-up
         self._warned: set[str] = set()  # of those whose set-up takes long
         self._ready_at = 0.0
@@ -45,7 +45,7 @@ class Replacements:
 
     @property
     def ready(self) -> int:
-        """Return how many can join the group now."""
+        """How many can join the group now."""
         return len(self.ready_workers)
 
     @property
@@ -54,21 +54,21 @@ class Replacements:
 
     @property
     def starting(self) -> int:
-        """Return how many are starting, without those for which a second one was started."""
+        """How many are starting, without those for which a second one was started."""
         return len(self._are(Stage.STARTING, Stage.UP, Stage.WARMING))
 
     def _are(self, *stages: Stage) -> list[WorkerInfo]:
-        """Return those in these stages. One that has taken the group's state comes first, then the
-        one that has been ready for longest."""
+        """Those in these stages. One that has taken the group's state comes first, then the one
+        that has been ready for longest."""
         found = [info for info in self._table.new_workers() if info.stage in stages]
         found.sort(key=lambda info: info.since)
         return sorted(found, key=lambda info: info.progress.order, reverse=True)
 
     def _by_readiness(self) -> list[WorkerInfo]:
-        """Return those that are ready, then those that will be, without overdue ones."""
+        """Those that are ready, then those that will be, without overdue ones."""
         return [*self._are(Stage.READY), *self._are(Stage.UP, Stage.WARMING), *self._are(Stage.STARTING)]
 
-    def gathered(self, missing: int) -> bool:
+    def should_join(self, missing: int) -> bool:
         """Return whether those that are ready should join a group with `missing` free places."""
         return is_time_to_join(
             missing=missing,
@@ -144,12 +144,12 @@ class Replacements:
                 self._overdue_s = min(self._overdue_s * 2, self._start_s)  # the machine may just be slow
 
     def _is_overdue(self, info: WorkerInfo) -> bool:
-        """Return whether to start a second one, of which the first that is up is used: Ray can
-        forget an actor that was starting on a node that failed."""
+        """Whether to start a second one, of which the first that is up is used: Ray can forget an
+        actor that was starting on a node that failed."""
         return self._table.clock() - info.since > self._overdue_s and self._table.group.room().free > 0
 
     def _follow_up(self, info: WorkerInfo) -> None:
-        if self._table.parks(info.worker):
+        if self._table.park_if_excluded(info.worker):
             return
         if self._in_place:
             self._table.set_stage(info.worker, Stage.WARMING)
@@ -185,7 +185,7 @@ class Replacements:
     # -- joining the group ----------------------------------------------------------------------------
 
     def take(self, most: int) -> list[str]:
-        """Return at most `most` ready workers, for which the group has places. If these are enough,
+        """Take at most `most` ready workers, for which the group has places. If these are enough,
         keep others as spares, and dismiss the rest."""
         ready = self._are(Stage.READY)
         if len(ready) >= most:

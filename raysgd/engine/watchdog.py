@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from raysgd.core.control import longest_silence_s
 from raysgd.core.hang import (
     USERS_PART,
     RankReport,
@@ -19,7 +20,6 @@ from raysgd.core.hang import (
 from raysgd.core.messages import StackReport
 from raysgd.core.outcomes import CollectivePlace, Ok, Outcome
 from raysgd.core.policy import drift
-from raysgd.core.progress import longest_silence_s
 from raysgd.engine.worker_table import KILLED_S, LOOK_S, OpenCalls, WorkerTable
 
 logger = logging.getLogger("raysgd")
@@ -74,7 +74,7 @@ class TimeLimit:
         self._warn_at = table.clock() + limit_s * WARN_PART
 
     def tick(self, running: Collection[str]) -> bool:
-        """Return whether the time of some was up."""
+        """Whether the time of some was up."""
         table = self._table
         if table.clock() >= self._warn_at:
             self._warn_at = math.inf
@@ -119,8 +119,8 @@ def end_if_silent(table: WorkerTable, worker: str, verb: str) -> None:
 
 
 def unfinished(table: WorkerTable, workers: Sequence[str], verbs: Mapping[str, str], limit_s: float) -> dict[str, str]:
-    """Return, for each of these workers that is still busy, what it did not finish in time, and
-    where it is. Workers that block the others come first."""
+    """Say, for each of these workers that is still busy, what it did not finish in time, and where
+    it is. Workers that block the others come first."""
     reports = stacks_of(table, workers)
     blocking = blocking_ranks(reports) or list(reports)
     waiting = [worker for worker in reports if worker not in blocking]
@@ -144,7 +144,7 @@ def stacks_of(table: WorkerTable, workers: Sequence[str]) -> dict[str, RankRepor
 
 
 def report_of(table: WorkerTable, worker: str, answer: StackReport | None) -> RankReport:
-    """Return where a worker is, from its answer, or from what it reported before."""
+    """Find where a worker is, from its answer, or from what it reported before."""
     info = table[worker]
     return RankReport(
         rank=info.rank,
@@ -201,8 +201,8 @@ class Watchdog:
         return bool(waiting)
 
     def _quiet(self, running: Sequence[str], now: float) -> float:
-        """Return for how long no rank has made progress, at least. If some do not answer, only they
-        count. In a large group, progress is reported only now and then."""
+        """For how long no rank has made progress, at least. If some do not answer, only they count.
+        In a large group, progress is reported only now and then."""
         silent = {worker: self._table.silent_for(worker) for worker in running}
         still = {worker: now - self._table[worker].moved_at for worker in running}
         ranks = len(self._workers)

@@ -135,7 +135,7 @@ class WorkerInfo:
 
     @property
     def machine(self) -> str:
-        """Return what users know its machine by."""
+        """What users know its machine by."""
         return self.address or (self.node[:8] if len(self.node) == RAY_ID_LENGTH else self.node)
 
 
@@ -186,12 +186,12 @@ class WorkerTable:
     # -- time -----------------------------------------------------------------------------------------
 
     def clock(self) -> float:
-        """Return a time that does not pass while this process is stopped (Ctrl-Z, a suspended
-        machine), because no worker is late for that."""
+        """A time that does not pass while this process is stopped (Ctrl-Z, a suspended machine),
+        because no worker is late for that."""
         return self.real_clock() - self._away_s
 
     def silent_for(self, worker: str) -> float:
-        """Return for how long the worker has sent nothing while this process ran."""
+        """For how long the worker has sent nothing while this process ran."""
         return min(self.group.silent_for(worker), self.clock() - self._back_at)
 
     # -- workers --------------------------------------------------------------------------------------
@@ -203,22 +203,25 @@ class WorkerTable:
         return self._workers.get(worker)
 
     def members(self) -> list[str]:
-        """Return the workers of the current generation, in rank order. Any thread may call this."""
+        """The workers of the current generation, in rank order. Any thread may call this."""
         members = self._members
         if members is None:
             infos = [info for info in list(self._workers.values()) if info.in_group]
             members = self._members = [info.worker for info in sorted(infos, key=lambda info: info.rank or 0)]
         return list(members)
 
+    def progress_of(self, workers: Iterable[str]) -> dict[str, Progress]:
+        return {worker: self._workers[worker].progress for worker in workers}
+
     def failed(self) -> list[WorkerInfo]:
-        """Return the workers that have failed and have not been dismissed yet."""
+        """The workers that have failed and have not been dismissed yet."""
         return [info for info in list(self._workers.values()) if info.ended is not None]
 
     def launch(self, count: int) -> list[str]:
         return self._expect_starts(self.group.launch(count))
 
     def adopt(self) -> list[str]:
-        """Return the workers that an earlier driver has left, whose connections follow."""
+        """Adopt the workers that an earlier driver has left. Their connections follow."""
         return self._expect_starts(self.group.adopt())
 
     def _expect_starts(self, workers: list[str]) -> list[str]:
@@ -227,7 +230,7 @@ class WorkerTable:
         return workers
 
     def new_workers(self) -> list[WorkerInfo]:
-        """Return the workers that are not in the group, nor joining it."""
+        """The workers that are not in the group, nor joining it."""
         return [info for info in list(self._workers.values()) if info.stage < Stage.JOINING]
 
     def set_stage(self, worker: str, stage: Stage) -> None:
@@ -271,9 +274,9 @@ class WorkerTable:
         error, info.broken = suspect(info.broken), None
         assert error is not None
         self.gpu_failures.suspected.discard(error.progress.step)
-        info.ended = WorkerEnded(worker, "an error of the user's code has ended its process", "restart")
+        info.ended = WorkerEnded(worker, "an error of user code has ended its process", "restart")
 
-    def parks(self, worker: str) -> bool:
+    def park_if_excluded(self, worker: str) -> bool:
         """Return whether a worker whose process is up must not use its GPU. It is no worker of the
         table any more then, but keeps that GPU until the group stops: otherwise, Ray would give it
         to the next one."""
@@ -353,8 +356,8 @@ class WorkerTable:
         info.moved_at, info.busy, info.last_call, info.is_exact = self.clock(), call, call, False
 
     def open_calls(self, on_trouble: Callable[[], None]) -> OpenCalls:
-        """Return an object that makes calls and waits for them. `on_trouble` is called once, when
-        the first of them fails: peers may be waiting for that rank."""
+        """Make an object that makes calls and waits for them. `on_trouble` is called once, when the
+        first of them fails: peers may be waiting for that rank."""
         calls = OpenCalls(self, on_trouble)
         self._open = [*(each for each in self._open if each() is not None), weakref.ref(calls)]
         return calls
@@ -365,7 +368,7 @@ class WorkerTable:
             self._workers[worker].moved_at = self.clock()
 
     def reply(self, call: int) -> Outcome | None:
-        """Return the call's outcome, once, or None. A failed worker's call has failed."""
+        """The call's outcome, once, or None. A failed worker's call has failed."""
         outcome = self._replies.pop(call, None)
         if outcome is not None:
             self._asked.pop(call, None)
@@ -383,7 +386,7 @@ class WorkerTable:
             self._replies.pop(call, None)
 
     def failure_of(self, info: WorkerInfo | None) -> WorkerFailed:
-        """Return the outcome of a call to a worker that has failed."""
+        """The outcome of a call to a worker that has failed."""
         if info is None or info.ended is None:
             return WorkerFailed("it was dismissed")
         if info.broken is not None:
@@ -400,8 +403,8 @@ class WorkerTable:
         return WorkerFailed(why, reason, info.partial, info.progress, hung_at)
 
     def _has_failed(self, node: str) -> bool:
-        """Return whether the machine has failed. Ray is asked, and the machine, which takes a
-        moment if it does not answer: so not at once again for each of its workers."""
+        """Whether the machine has failed. Ray is asked, and the machine, which takes a moment if it
+        does not answer: so not at once again for each of its workers."""
         if not node or self.clock() - self._failed_nodes.get(node, -math.inf) < ASKED_AGAIN_S:
             return bool(node)
         if self.group.is_node_alive(node):
@@ -427,7 +430,7 @@ class WorkerTable:
         return number
 
     def next_number(self) -> int:
-        """Return a number that no earlier request has, so that answers to older requests do not
+        """Choose a number that no earlier request has, so that answers to older requests do not
         count."""
         return next(self._numbers)
 
@@ -489,11 +492,11 @@ class WorkerTable:
         elif isinstance(event, PartReceived):
             info.moved_at = self.clock()  # a slow transfer is not a hang
         elif isinstance(event, CallEnded):
-            self._call_ended(info, event)
+            self._note_call_end(info, event)
         else:
-            self._message_received(info, event.message)
+            self._receive_message(info, event.message)
 
-    def _breaks(self, info: WorkerInfo, outcome: WorkerFailed) -> None:
+    def _note_broken_gpu(self, info: WorkerInfo, outcome: WorkerFailed) -> None:
         """Note that a worker's GPU is broken. Its process ends itself, which can take long."""
         uuid = outcome.fault.uuid if outcome.fault is not None else ""
         cause = f"{_gpu_of(info, uuid)}: {outcome.cause}"
@@ -501,9 +504,9 @@ class WorkerTable:
         info.ended = WorkerEnded(info.worker, cause, outcome.reason)
         self._note_change(info.worker)
 
-    def _call_ended(self, info: WorkerInfo, event: CallEnded) -> None:
+    def _note_call_end(self, info: WorkerInfo, event: CallEnded) -> None:
         if isinstance(event.outcome, WorkerFailed):
-            self._breaks(info, event.outcome)
+            self._note_broken_gpu(info, event.outcome)
             return
         if event.call in self._asked:  # otherwise nothing waits for it any more
             self._replies[event.call] = event.outcome
@@ -514,7 +517,7 @@ class WorkerTable:
         if not isinstance(event.outcome, Failed) or event.outcome.progress != Progress():
             info.progress, info.is_exact = event.outcome.progress, event.call == info.last_call
 
-    def _message_received(self, info: WorkerInfo, message: messages.Message) -> None:
+    def _receive_message(self, info: WorkerInfo, message: messages.Message) -> None:
         if isinstance(message, messages.ProgressReport):
             if message.call < info.last_call or (message.call == info.last_call and info.busy is None):
                 return  # the call's answer arrived first, because a large one comes over another connection
@@ -537,7 +540,7 @@ class WorkerTable:
 
 
 def _gpu_of(info: WorkerInfo, uuid: str = "") -> str:
-    """Return a worker's GPU with its node, for messages."""
+    """A worker's GPU with its node, for messages."""
     numbers = ", ".join(number for _, number in info.gpus)
     return f"{f'GPU {numbers}' if numbers else 'a GPU'}{f' ({uuid})' if uuid else ''} on node {info.machine}"
 

@@ -68,7 +68,7 @@ class HorovodArguments:
         return cls(**given)
 
     def resolved(self, hvd: Any) -> dict[str, Any]:
-        """Return the arguments as Horovod's own objects."""
+        """Convert the arguments to Horovod's own objects."""
         return {
             "compression": getattr(hvd.Compression, self.compression),
             "op": {"average": hvd.Average, "sum": hvd.Sum}[self.op],

@@ -197,7 +197,7 @@ def _shut_down() -> None:
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Return whether this error, or one that caused it, means that a peer failed."""
+    """Whether this error, or one that caused it, means that a peer failed."""
     exceptions = sys.modules.get("horovod.common.exceptions")
     if exceptions is None:
         return False

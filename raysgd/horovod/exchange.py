@@ -131,7 +131,7 @@ class HorovodExchange(Exchange):
 
 
 def _named(number: int, optimizer: Any) -> list[tuple[str, Any]]:
-    """Return the trainable parameters with names that are the same on every rank."""
+    """Find the trainable parameters with names that are the same on every rank."""
     return [
         (f"optimizer{number}.{group}.{place}", parameter)
         for group, content in enumerate(optimizer.param_groups)

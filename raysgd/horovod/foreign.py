@@ -13,13 +13,13 @@ NEVER = 1 << 30  # an optimizer exchanges its gradients after this many backward
 
 
 def basics() -> Any:
-    """Return the class behind `hvd.init` of every framework."""
+    """The class behind `hvd.init` of every framework."""
     return import_module("horovod.common.basics").HorovodBasics
 
 
 def has_unsent_gradients(optimizer: Any) -> bool:
-    """Return whether gradients of the last backward passes wait for `optimizer.synchronize()`: on
-    all ranks or on none."""
+    """Whether gradients of the last backward passes wait for `optimizer.synchronize()`: on all
+    ranks or on none."""
     return bool(optimizer._handles)
 
 

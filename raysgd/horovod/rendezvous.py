@@ -21,7 +21,7 @@ END_S = 5.0
 
 
 def rank_variables(rank_infos: Sequence[RankInfo]) -> list[dict[str, str]]:
-    """Return the environment variables with each rank's ranks. A cross rank counts the nodes that
+    """Make the environment variables with each rank's ranks. A cross rank counts the nodes that
     have a worker with this local rank.
 
     >>> [rank["HOROVOD_CROSS_RANK"] for rank in rank_variables([RankInfo(0, 2), RankInfo(1, 2, node_rank=1)])]
@@ -83,7 +83,7 @@ class HorovodRendezvous:
 
 
 def _sizes(ranks: Sequence[Mapping[str, str]]) -> dict[str, int]:
-    """Return how many ranks there are in each of Horovod's scopes."""
+    """Count the ranks in each of Horovod's scopes."""
     found: dict[str, int] = {}
     for rank in ranks:
         found["global"] = int(rank["HOROVOD_SIZE"])

@@ -60,7 +60,7 @@ class RayData:
         return data if isinstance(data, cls) else cls(data)
 
     def sized(self, config: Mapping[str, Any], key: str) -> RayData:
-        """Return a copy with a batch size, its own or the config's."""
+        """Make a copy with a batch size, its own or the config's."""
         if self.batch_size is not None:
             return self
         if key not in config:
@@ -71,7 +71,7 @@ class RayData:
         return replace(self, batch_size=int(config[key]))
 
     def arranged(self, columns: Columns) -> Any:
-        """Return one batch for the operator: `(*features, target)`, or the columns by name."""
+        """Arrange one batch for the operator: `(*features, target)`, or the columns by name."""
         if self.target is None:
             return {name: _numbers(name, columns[name]) for name in columns}
         inputs = self._inputs()
@@ -84,7 +84,7 @@ class RayData:
         return (*(_joined(group, columns) for group in inputs), _joined(self.target, columns))
 
     def _inputs(self) -> list[Any]:
-        """Return the inputs of the model: each is a column's name, or a list of names."""
+        """The inputs of the model: each is a column's name, or a list of names."""
         given = self.features
         if given is None:
             return []
@@ -97,7 +97,7 @@ def _names(group: Any) -> list[Any]:
 
 
 def _joined(group: Any, columns: Columns) -> Any:
-    """Return one column, or the columns of a list as one array of rows."""
+    """One column, or the columns of a list as one array of rows."""
     import numpy as np
 
     if isinstance(group, str):
@@ -107,7 +107,7 @@ def _joined(group: Any, columns: Columns) -> Any:
 
 
 def _numbers(name: str, column: Any) -> Any:
-    """Return a column as an array of numbers. Raise ConfigError if that is not possible."""
+    """Convert a column to an array of numbers. Raise ConfigError if that is not possible."""
     import numpy as np
 
     array = np.asarray(column)

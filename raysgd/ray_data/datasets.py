@@ -46,7 +46,7 @@ class DataConfig:
 
 
 def named_datasets(given: Any) -> dict[str, Any]:
-    """Return the datasets by name. A single dataset is named "train"."""
+    """The datasets by name. A single dataset is named "train"."""
     if given is None:
         return {}
     named = dict(given) if isinstance(given, Mapping) else {DEFAULT_NAME: given}
@@ -58,7 +58,7 @@ def named_datasets(given: Any) -> dict[str, Any]:
 
 
 def is_dataset(given: Any) -> bool:
-    """Return whether this is a Ray Dataset, or a dictionary of Ray Datasets."""
+    """Whether this is a Ray Dataset, or a dictionary of Ray Datasets."""
     if isinstance(given, Mapping):
         return bool(given) and all(is_dataset(each) for each in given.values())
     return hasattr(given, "streaming_split") or hasattr(given, "iter_epochs")
@@ -79,7 +79,7 @@ def _check_dataset(name: str, dataset: Any) -> None:
 
 
 def parse_data_config(given: Any, names: Sequence[str]) -> Any:
-    """Return a trainer's `dataset_config`: a DataConfig, Ray's own `ray.train.DataConfig` (or a
+    """Read a trainer's `dataset_config`: a DataConfig, Ray's own `ray.train.DataConfig` (or a
     subclass that overrides `configure`), or a dict that says which datasets are split: {"train":
     {"split": True}}."""
     if given is None:
@@ -108,7 +108,7 @@ def _check_names(given: Any, names: Sequence[str]) -> None:
 
 
 def _is_split(name: str, given: Any) -> bool:
-    """Return what one entry of the dict says; Ray's DatasetConfig has an attribute `split`."""
+    """Read what one entry of the dict says; Ray's DatasetConfig has an attribute `split`."""
     if given is None:
         return True
     split = given.get("split") if isinstance(given, Mapping) else getattr(given, "split", given)

@@ -118,7 +118,7 @@ class Dealer:
         self._totals: dict[tuple[int, int], int] = {}
 
     def take(self, request: PartRequest) -> RankRows | None:
-        """Return a rank's part of a step; None at the end of the pass, and for late requests."""
+        """Take a rank's part of a step; None at the end of the pass, and for late requests."""
         passed = request.turn == self._turn and self._number is not None and request.number < self._number
         if passed or request.turn < self._turn or request.start >= self._totals.get(request.number, request.start + 1):
             return None

@@ -16,7 +16,6 @@ from raysgd.core.ranks import RankInfo
 from raysgd.core.read_ahead import ReadAhead
 from raysgd.errors import ResourceError
 from raysgd.ray_data.dealer import Dealer, PartRequest, RankRows
-from raysgd.workers import ray_control_service
 
 logger = logging.getLogger("raysgd")
 
@@ -25,6 +24,11 @@ AHEAD = 2
 LOOK_S = 0.05
 START_S = 120.0
 WARN_S = 10.0
+WAITS = (
+    "rank %d has been waiting for data for %.0f s. Each task that reads the data needs a CPU. If the cluster has none free (`ray status`), "
+    "use fewer workers or smaller ones (resources_per_worker={'CPU': 0.5}), add nodes, or start Ray with more: ray.init(num_cpus=...). "
+    "Otherwise, see Ray Data's log"
+)
 Batch = tuple[dict[str, Any], int, bool]  # columns, the row after the step, and whether the rows are new
 
 
@@ -67,11 +71,11 @@ def _next(ahead: ReadAhead[Batch], rank: int) -> Batch | None:
             waited = time.monotonic() - began
             if waited > WARN_S and not warned:
                 warned = True
-                logger.warning("rank %d has been waiting for data for %.0f s: %s", rank, waited, _why())
+                logger.warning(WAITS, rank, waited)
 
 
 def _columns(dealt: RankRows) -> dict[str, Any]:
-    """Return the rows as columns: copies, because the memory of blocks is shared."""
+    """The rows as columns: copies, because the memory of blocks is shared."""
     import numpy as np
     import ray
     from ray.data.block import BlockAccessor
@@ -84,24 +88,11 @@ def _columns(dealt: RankRows) -> dict[str, Any]:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
 
-def _why() -> str:
-    """Return why a rank may be waiting for data."""
-    from raysgd.workers import cluster
-
-    free = sum(float(node.get("CPU", 0)) for node in cluster.free_by_node().values())
-    if free >= 1:
-        return "the tasks that read it are running, or wait for something other than CPUs (see Ray Data's log)"
-    return (
-        f"only {free:g} CPU of the cluster is free, and each task that reads the data needs one. Use fewer workers or "
-        "smaller ones (resources_per_worker={'CPU': 0.5}), add nodes, or start Ray with more: ray.init(num_cpus=...)"
-    )
-
-
 # -- connecting to a dealer ---------------------------------------------------------------------------
 
 
 def local_row_reader(name: str, dataset: Any, deliver: Any) -> RowReader:
-    """Return a reader whose dealer is in this process."""
+    """Make a reader whose dealer is in this process."""
     from ray import cloudpickle
 
     dealer, one_at_a_time = Dealer(cloudpickle.dumps(dataset)), threading.Lock()
@@ -160,15 +151,3 @@ class RemoteDealer:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"name": self.name}
-
-
-def start_dealer(name: str, packed: bytes) -> Any:
-    """Start a dealer that the driver owns, on its node and without a CPU: readers use CPUs."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor: Any = ray.remote(Dealer)
-    return ray_control_service.ask(
-        lambda: actor.options(name=name, num_cpus=0, scheduling_strategy=here).remote(packed)
-    )

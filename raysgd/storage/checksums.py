@@ -39,9 +39,9 @@ class ByteSource:
         self.size = len(self._view) if self._descriptor is None else os.fstat(self._descriptor).st_size
 
     def view(self, start: int, length: int, buffer: bytearray | None = None) -> memoryview:
-        """Return the bytes that exist in this range, without copying those in memory. Those of a
-        file are read into the buffer, if there is one: memory that is used again takes less time
-        than new memory."""
+        """The bytes that exist in this range, without copying those in memory. Those of a file are
+        read into the buffer, if there is one: memory that is used again takes less time than new
+        memory."""
         if self._descriptor is None:
             return self._view[start : start + length]
         length = max(min(length, self.size - start), 0)
@@ -55,7 +55,7 @@ class ByteSource:
         return found
 
     def read(self, start: int, length: int) -> bytes:
-        """Return a copy of the bytes that exist in this range."""
+        """Copy the bytes that exist in this range."""
         return bytes(self.view(start, length))
 
 
@@ -86,7 +86,7 @@ def damaged(why: str) -> CheckpointError:
 
 
 def _members(source: Any, data: ByteSource) -> list[tuple[zipfile.ZipInfo, int]]:
-    """Return the members of an archive, with the places where their contents begin. Raise an error
+    """Find the members of an archive, with the places where their contents begin. Raise an error
     for what other readers of the archive could take for something else."""
     with zipfile.ZipFile(source if hasattr(source, "fileno") else io.BytesIO(source)) as archive:
         members = archive.infolist()
@@ -109,7 +109,7 @@ def _start(data: ByteSource, header: int) -> int:
 
 
 def _computed(data: ByteSource, parts: list[tuple[int, int]]) -> list[int]:
-    """Return the checksums of these parts of the data, given by their places and lengths."""
+    """Compute the checksums of these parts of the data, given by their places and lengths."""
 
     def computed(part: tuple[int, int]) -> int:
         start, length = part
@@ -126,7 +126,7 @@ def _computed(data: ByteSource, parts: list[tuple[int, int]]) -> list[int]:
 
 
 def digest_of(source: Any) -> str:
-    """Return the SHA-256 of bytes, or of the rest of an open file."""
+    """Compute the SHA-256 of bytes, or of the rest of an open file."""
     if not hasattr(source, "fileno"):
         return hashlib.sha256(source).hexdigest()
     digest, buffer = hashlib.sha256(), memoryview(bytearray(PIECE))

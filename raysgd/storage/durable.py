@@ -57,8 +57,8 @@ class DurableFile(io.FileIO):
         self._written = self._flushed = 0
 
     def sync(self) -> None:
-        """Return when everything is on the disk. The system reports an error only once, so this
-        also raises one that the thread got earlier."""
+        """Wait until everything is on the disk. The system reports an error only once, so this also
+        raises one that the thread got earlier."""
         self._settle()
         os.fsync(self.fileno())
 
@@ -81,7 +81,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when the names in a folder are on the disk."""
+    """Wait until the names in a folder are on the disk."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except PermissionError:  # a folder in which one may create files, but not list them
@@ -104,7 +104,7 @@ def make_folder(folder: Path) -> None:
 
 
 def _host_mark() -> str:
-    """Return a short name of this boot of the machine, "" if it is unknown."""
+    """A short name of this boot of the machine, "" if it is unknown."""
     try:
         return hashlib.sha256(BOOT_ID.read_bytes()).hexdigest()[:8]
     except OSError:
@@ -137,7 +137,7 @@ def own_folder(parent: Path, name: str) -> Path:
 
 
 def private_place(what: str) -> Path:
-    """Return the folder that this user's processes on this machine share for a purpose."""
+    """The folder that this user's processes on this machine share for a purpose."""
     return Path(tempfile.gettempdir()) / f"raysgd-{what}-{os.getuid()}"
 
 

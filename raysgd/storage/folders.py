@@ -72,7 +72,7 @@ def walk(folder: Path, refuse: Callable[[Path, str], None] = refuse_file, prefix
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path of this file of a folder. Raise CheckpointError if it is a link."""
+    """Find the path of this file of a folder. Raise CheckpointError if it is a link."""
     path = folder / name
     if path.is_symlink():
         refuse_file(path, f"a link to {os.readlink(path)!r}")
@@ -98,12 +98,12 @@ def read_plain(path: Path) -> bytes:
 
 
 def dump_json(content: Mapping[str, Any]) -> bytes:
-    """Return this content as JSON, with a digest of it."""
+    """Convert this content to JSON, with a digest of it."""
     return json.dumps({**content, "digest": json_digest(content)}).encode()
 
 
 def parse_json(data: bytes, where: Any) -> dict[str, Any]:
-    """Return the content that `dump_json` wrote. Raise CheckpointError if it is damaged."""
+    """Read the content that `dump_json` wrote. Raise CheckpointError if it is damaged."""
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -116,7 +116,7 @@ def parse_json(data: bytes, where: Any) -> dict[str, Any]:
 
 
 def json_digest(content: Mapping[str, Any]) -> str:
-    """Return a digest of the content, which does not depend on how the JSON is formatted."""
+    """Compute a digest of the content, which does not depend on how the JSON is formatted."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -129,7 +129,7 @@ def dump_list(entries: Mapping[str, FileEntry]) -> bytes:
 
 
 def parse_list(data: bytes, where: Any) -> dict[str, FileEntry]:
-    """Return the entries of a stored list. Raise CheckpointError if it is damaged."""
+    """Read the entries of a stored list. Raise CheckpointError if it is damaged."""
     content = parse_json(data, where)
     version = content.get("version")
     if type(version) is int and version > VERSION:
@@ -153,7 +153,7 @@ def parse_list(data: bytes, where: Any) -> dict[str, FileEntry]:
 
 
 def is_name(name: str) -> bool:
-    """Return whether this can be the name of a file in a folder, other than the list."""
+    """Whether this can be the name of a file in a folder, other than the list."""
     path, encoded = PurePosixPath(name), name.encode(errors="replace")
     if (
         "\0" in name
@@ -168,7 +168,7 @@ def is_name(name: str) -> bool:
 
 
 def read_list(folder: Path) -> dict[str, FileEntry] | None:
-    """Return the entries of a local folder's list, or None if it has no list."""
+    """Read the entries of a local folder's list; None if it has no list."""
     path = folder / MARKER
     return parse_list(read_plain(path), path) if os.path.lexists(path) else None
 
@@ -248,7 +248,7 @@ def copy(source: Path, target: Path) -> dict[str, FileEntry]:
 
 
 def pack(folder: Path) -> bytes:
-    """Return the verified files of a folder as a tar archive that ends with their list."""
+    """Pack the verified files of a folder as a tar archive that ends with their list."""
     listed, entries, stream = read_list(folder), dict[str, FileEntry](), io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         # "." shows that even an empty folder is an archive.

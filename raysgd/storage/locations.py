@@ -11,13 +11,13 @@ import tempfile
 import time
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from raysgd.errors import CheckpointError, ConfigError
+from raysgd.errors import CheckpointError, ConfigError, shown
 from raysgd.storage import durable, folders, remote
 from raysgd.storage.durable import DurableFile
 from raysgd.storage.masking import mask
@@ -36,7 +36,7 @@ SPECIAL = {
 
 
 def place_to_save(where: Any) -> Place:
-    """Return the place for a path, made absolute so that users find the file, or a URI."""
+    """The place for a path, made absolute so that users find the file, or for a URI."""
     found = usable_place(where)
     if not isinstance(found, Uri):
         return found.absolute()
@@ -45,7 +45,7 @@ def place_to_save(where: Any) -> Place:
 
 
 def usable_place(where: Any) -> Place:
-    """Return the place for a path or a URI. Raise ConfigError if nothing can be there."""
+    """The place for a path or a URI. Raise ConfigError if nothing can be there."""
     found = place(where)
     if isinstance(found, Uri):
         if not found.name:
@@ -64,14 +64,16 @@ def usable_place(where: Any) -> Place:
     return found
 
 
-def place(where: Any) -> Place:
-    """Return the place for a path or a URI such as `s3://bucket/run`. A `file://` URI is a path."""
+def place(where: Any, name: str = "a checkpoint's place") -> Place:
+    """The place for a path or a URI such as `s3://bucket/run`. A `file://` URI is a path. Errors
+    call it by its `name`."""
     if isinstance(where, Uri):
         return where
     if isinstance(where, os.PathLike):
         where = os.fspath(where)
     if not isinstance(where, str) or not where:
-        raise ConfigError(f"a checkpoint's place must be a path, or a URI such as 's3://bucket/name', got {where!r}")
+        hint = ". load_state_dict() takes a dictionary" if isinstance(where, Mapping) else ""
+        raise ConfigError(f"{name} must be a path, or a URI such as 's3://bucket/name', got {shown(where)}{hint}")
     if where.startswith(FILE):
         return Path(_path_of(where)).expanduser()
     if where.startswith(LOCAL) or not Uri.is_one(where):
@@ -80,7 +82,7 @@ def place(where: Any) -> Place:
 
 
 def _path_of(uri: str) -> str:
-    """Return the path in a URI: "/a b" for `file:///a%20b`. A path need not be quoted."""
+    """The path in a URI: "/a b" for `file:///a%20b`. A path need not be quoted."""
     host, slash, path = uri.removeprefix(FILE).partition("/")
     if host not in ("", "localhost", ".", "..", "~"):
         machine = host.rpartition("@")[2]
@@ -89,14 +91,14 @@ def _path_of(uri: str) -> str:
 
 
 def text_of(where: Place) -> str:
-    """Return a place as users can pass it again, with a URI's secrets, which `str` masks."""
+    """A place as users can pass it again, with a URI's secrets, which `str` masks."""
     return where.text if isinstance(where, Uri) else str(where)
 
 
 def check_file(where: Place) -> Path | None:
-    """Return the local file that a save to `where` creates or replaces, with a link resolved, or
-    None for a URI. Raise an error for what a save must not replace: a directory, a device, a pipe
-    or a socket."""
+    """Find the local file that a save to `where` creates or replaces, with a link resolved, or None
+    for a URI. Raise an error for what a save must not replace: a directory, a device, a pipe or a
+    socket."""
     if isinstance(where, Uri):
         return None
     if where.is_dir():
@@ -105,7 +107,7 @@ def check_file(where: Place) -> Path | None:
 
 
 def check_folder(where: Place) -> Path | None:
-    """Return the local folder that a save to `where` creates, with a link resolved, or None for a
+    """Find the local folder that a save to `where` creates, with a link resolved, or None for a
     URI. Raise an error for a device, a pipe or a socket."""
     return None if isinstance(where, Uri) else _replaced(where)
 
@@ -116,7 +118,7 @@ def _replaced(where: Path) -> Path:
 
 
 def draft_name(name: str) -> str:
-    """Return a new name for what becomes `name` when it is complete."""
+    """Make a new name for what becomes `name` when it is complete."""
     return f".{name}.{uuid.uuid4().hex[:8]}.tmp"
 
 
@@ -186,8 +188,8 @@ def write(path: Any, data: Any) -> Place:
 
 
 def read(path: Any) -> bytes:
-    """Return the content of a file or an object. Raise CheckpointError if there is none, if it
-    cannot be read, or if it is a device or a pipe, which may have no end."""
+    """Read a file or an object. Raise CheckpointError if there is none, if it cannot be read, or if
+    it is a device or a pipe, which may have no end."""
     where = place(path)
     if isinstance(where, Uri):
         return where.read_bytes()
@@ -215,7 +217,7 @@ def warn_without_checksums(where: Any) -> None:
 
 
 def names(folder: Place) -> list[str]:
-    """Return the names in a folder without drafts; none if it does not exist."""
+    """List the names in a folder without drafts; none if it does not exist."""
     if isinstance(folder, Uri):
         found = remote.names(folder)
     else:

@@ -12,7 +12,7 @@ PARAMETER = re.compile(r"([?&#;])(?!(?:versionid|version_id|generation|region)=)
 
 
 def mask(uri: str) -> str:
-    """Return a URI with `***` for its password and for the values of its parameters."""
+    """Put `***` in place of a URI's password and of the values of its parameters."""
     if "://" not in uri:
         return uri
     place, query = split_query(USER.sub(rf"://\1:{SHOWN}@", uri))

@@ -66,7 +66,7 @@ class Uri:
         return f"Uri({str(self)!r})"
 
     def exists(self) -> bool:
-        """Return whether there is a complete object or a complete folder."""
+        """Whether there is a complete object or a complete folder."""
         return self.is_file() or self.is_dir()
 
     def is_file(self) -> bool:
@@ -74,7 +74,7 @@ class Uri:
             return _kind(system, path) == "file"
 
     def is_dir(self) -> bool:
-        """Return whether there is a complete folder: one with its list, which is written last."""
+        """Whether there is a complete folder: one with its list, which is written last."""
         return (self / MARKER).is_file()
 
     def read_bytes(self) -> bytes:
@@ -257,7 +257,7 @@ def listed(uri: Uri) -> dict[str, FileEntry]:
 
 
 def is_in_this_process(uri: Uri) -> bool:
-    """Return whether other processes cannot see what is stored there."""
+    """Whether other processes cannot see what is stored there."""
     with _asked(uri) as (system, _):
         return "memory" in _protocols(system)
 
@@ -305,8 +305,8 @@ def _system(uri: Uri) -> tuple[Any, str]:
 
 
 def _kind(system: Any, path: str) -> str | None:
-    """Return "file", "directory" or None. (fsspec's own `exists` and `isfile` return False if the
-    store cannot be reached.)"""
+    """Find what is there: "file", "directory" or None. (fsspec's own `exists` and `isfile` return
+    False if the store cannot be reached.)"""
     try:
         return str(system.info(path)["type"])
     except (FileNotFoundError, NotADirectoryError):

@@ -73,7 +73,7 @@ class SeenFile:
 
 
 def opened(data: Any) -> IO[bytes]:
-    """Return bytes in memory as a file to read from."""
+    """Open bytes in memory as a file to read from."""
     return cast(IO[bytes], Bytes(data))
 
 

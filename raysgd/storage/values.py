@@ -43,7 +43,7 @@ class NeedsTrustError(CheckpointError):
 
 
 def dump(data: Any, *, dumps: Dumps | None = None) -> memoryview:
-    """Return the data as bytes. `dumps` pickles objects of other types; without it, they are an
+    """Convert the data to bytes. `dumps` pickles objects of other types; without it, they are an
     error, and subclasses are stored as what they inherit from."""
     encoder = _Encoder(dumps is not None)
     try:
@@ -64,12 +64,12 @@ def dump(data: Any, *, dumps: Dumps | None = None) -> memoryview:
 
 
 def _member(name: str) -> zipfile.ZipInfo:
-    """Return a member without the time, so that equal data are equal bytes."""
+    """A member without the time, so that equal data are equal bytes."""
     return zipfile.ZipInfo(name)
 
 
 def load(data: Any, *, trusted: bool = False) -> Any:
-    """Return what `dump` stored. Raise CheckpointError if the bytes are damaged or something else,
+    """Load what `dump` stored. Raise CheckpointError if the bytes are damaged or something else,
     and `NeedsTrustError`, with the first object that had to be pickled, if there is one and the
     bytes are not `trusted`."""
     try:
@@ -91,7 +91,7 @@ def load(data: Any, *, trusted: bool = False) -> Any:
 
 
 def plain_values(data: Any) -> dict[str, Any]:
-    """Return the plain values of a stored dictionary, and `...` for all others."""
+    """The plain values of a stored dictionary, and `...` for all others."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         pairs = json.loads(archive.read(HEAD))["items"]
         found: dict[str, Any] = {}
@@ -104,7 +104,7 @@ def plain_values(data: Any) -> dict[str, Any]:
 
 
 def is_stored(data: Any) -> bool:
-    """Return whether `dump` may have returned these bytes."""
+    """Whether `dump` may have returned these bytes."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             return HEAD in archive.namelist()
@@ -129,7 +129,7 @@ def _stored(archive: zipfile.ZipFile, size: int) -> Iterator[zipfile.ZipInfo]:
 
 
 def _array(data: bytes, number: int) -> np.ndarray:
-    """Return an array if as many bytes follow as its header claims, which NumPy allocates."""
+    """Read an array if as many bytes follow as its header claims, which NumPy allocates."""
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
     read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
@@ -233,7 +233,7 @@ class _Encoder:
         return len(self.arrays) - 1
 
     def _of_numpy(self, array: np.ndarray, *, scalar: bool) -> Any:
-        """Return the entry of an array; types that .npy lacks, such as bfloat16, are raw bytes."""
+        """Make the entry of an array; types that .npy lacks, such as bfloat16, are raw bytes."""
         if (
             array.dtype.hasobject
             or array.dtype.names is not None
@@ -289,7 +289,7 @@ def _of_tensor(torch: Any, tensor: Any) -> np.ndarray:
 
 
 def _span(tensor: Any) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the one after its last."""
+    """The first byte of a tensor in its storage, and the one after its last."""
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first, size = tensor.storage_offset(), tensor.element_size()
     return first * size, (first + last + 1) * size
@@ -392,7 +392,7 @@ def _leaf(kind: Any, said: Any) -> Any:
 
 
 def _typed(array: np.ndarray, said: dict[str, Any]) -> np.ndarray:
-    """Return the array with the type that was saved, which .npy files may not have."""
+    """The array with the type that was saved, which .npy files may not have."""
     if not said["plain"]:
         dtype = _dtype(said["dtype"])
         if dtype.kind in PLAIN_KINDS or dtype.hasobject:

@@ -9,7 +9,6 @@ from raysgd.core.lazy import lazy_names
 if TYPE_CHECKING:
     from raysgd.tf.operator import TrainingOperator
     from raysgd.tf.trainer import TFTrainer
-    from raysgd.tune import TFTrainable
 
 __all__ = ["TFTrainable", "TFTrainer", "TrainingOperator"]
 

@@ -36,7 +36,7 @@ class Channel:
         return answer
 
     def broadcast(self, tensors: Sequence[Any], *, source: bool) -> list[Any]:
-        """Return the tensors of the one rank that is the source, on all ranks."""
+        """Give all ranks the tensors of the one rank that is the source."""
         given = [tf.convert_to_tensor(tensor) for tensor in tensors]
         return self.sum(given if source else [tf.zeros_like(tensor) for tensor in given])
 
@@ -60,5 +60,5 @@ class Channel:
 
 
 def _key(dtype: Any, size: int) -> int:
-    """Return a key that is the same on all ranks, which trace graphs at different batches."""
+    """A key that is the same on all ranks, which trace graphs at different batches."""
     return zlib.crc32(f"{dtype.name}:{size}".encode()) & 0x7FFFFFFF

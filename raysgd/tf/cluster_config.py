@@ -44,7 +44,7 @@ class HeldPort:
         raise NoFreePortError(f"no free port was found between {PORTS[0]} and {PORTS[1]}")
 
     def address_towards(self, host: str) -> str:
-        """Return this machine's address, as `host` reaches it, with the port."""
+        """Find this machine's address, as `host` reaches it, with the port."""
         try:
             own = address_towards(host)
         except OSError as error:

@@ -67,7 +67,7 @@ class CompiledOperator(TrainingOperator):
                 "time, so that it can continue after each of them when a worker fails. Leave it out"
             )
         if model.jit_compile and not tf.config.list_physical_devices("GPU"):  # where Keras sets it by itself
-            self._warn_once(WITHOUT_XLA)
+            self._internals.warn_once(WITHOUT_XLA)
         if self._settings.distributed:
             for loss in tf.nest.flatten(model.loss):
                 refuse_sum(loss, "a compiled loss")
@@ -75,7 +75,9 @@ class CompiledOperator(TrainingOperator):
         self._compared = False  # whether the ranks have compared their weights
         fit = dict(self._fit)
         if "shuffle" in fit and not are_arrays(train):
-            self._warn_once("config['fit_config'] has shuffle, which Keras ignores for data sets, and raysgd too")
+            self._internals.warn_once(
+                "config['fit_config'] has shuffle, which Keras ignores for data sets, and raysgd too"
+            )
             del fit["shuffle"]
         options = {name: fit[name] for name in OF_ARRAYS if name in fit}
         self.register_data(train_dataset=train, validation_dataset=test, **options)
@@ -89,13 +91,13 @@ class CompiledOperator(TrainingOperator):
         spec = getattr(self._parts.train_dataset, "element_spec", None)
         if self._own_train is not None:
             self._parts.optimizers += further_optimizers(self.model)
-            if self._channel.size > 1:
+            if self._internals.channel.size > 1:
                 for optimizer in self._parts.optimizers:
                     average_applied(optimizer, self._average)
         for step in filter(None, (self._own_train, self._own_test)):
-            self._statistics = running_statistics(self._parts.models)
+            self._internals.statistics = running_statistics(self._parts.models)
             step.trace(spec)
-            if len(running_statistics(self._parts.models)) != len(self._statistics):
+            if len(running_statistics(self._parts.models)) != len(self._internals.statistics):
                 step.make()  # tracing it has created some, which its graph must average
         if spec is None or (self._own_train and (self._own_test or not self.model.loss)):
             return
@@ -160,19 +162,19 @@ class CompiledOperator(TrainingOperator):
         return {**({"validation_loss": loss} if own is None else {}), NUM_SAMPLES: rows_in(x)}
 
     def _average(self, gradients: Sequence[Any]) -> list[Any]:
-        """Return the mean over the ranks of gradients that the model's own step applies."""
+        """Compute the mean over the ranks of gradients that the model's own step applies."""
         found = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
-        means = iter(self._sum([gradient * tf.cast(self._fraction, gradient.dtype) for gradient in found]))
+        means = iter(self._sum([gradient * tf.cast(self._internals.fraction, gradient.dtype) for gradient in found]))
         return [None if gradient is None else next(means) for gradient in gradients]
 
     def _compare_weights(self) -> None:
         """Raise ConfigError if the model's first own step has left the ranks with other weights."""
-        if self._compared or self._channel.size == 1:
+        if self._compared or self._internals.channel.size == 1:
             return
         self._compared = True
         weights = [tf.cast(as_tensor(v), tf.float64) for v in self.model.trainable_variables]
         mine = tf.add_n([tf.reduce_sum(tf.abs(weight)) for weight in weights])
-        mean = float(self._channel.sum([mine])[0]) / self._channel.size
+        mean = float(self._internals.channel.sum([mine])[0]) / self._internals.channel.size
         if abs(float(mine) - mean) > 1e-9 * abs(mean):
             raise ConfigError(
                 f"{type(self.model).__name__}.train_step changes the weights differently on each worker: apply gradients only "
@@ -197,7 +199,7 @@ class CompiledOperator(TrainingOperator):
         return self.model.compute_loss(x=x, y=y, y_pred=output, sample_weight=weight)
 
     def _weighted(self, x: Any, y: Any, weight: Any) -> tuple[Any, Any, Any]:
-        """Return a batch with Keras' `class_weight` as weights of its samples."""
+        """A batch with Keras' `class_weight` as weights of its samples."""
         given = self._class_weight()
         if not given:
             return x, y, weight
@@ -219,12 +221,14 @@ class CompiledOperator(TrainingOperator):
         train = prefix == "train_"
         own = self._own_train if train else self._own_test
         if own is not None:
-            own.report(report, prefix, self._channel)
+            own.report(report, prefix, self._internals.channel)
         callbacks = self._fit_callbacks if train else self._evaluate_callbacks
         if callbacks.callbacks:
             samples = float(report.get(NUM_SAMPLES, 0))
             loss = samples and report.get(prefix + "loss", 0.0) * samples
-            total, count = self._channel.sum([tf.constant(loss, tf.float64), tf.constant(samples, tf.float64)])
+            total, count = self._internals.channel.sum(
+                [tf.constant(loss, tf.float64), tf.constant(samples, tf.float64)]
+            )
             logs = {name.removeprefix(prefix): value for name, value in report.items() if name.startswith(prefix)}
             if own is None:
                 logs["loss"] = float(total) / max(float(count), 1.0)
@@ -244,7 +248,7 @@ class CompiledOperator(TrainingOperator):
 def operator_from_creators(
     model_creator: Callable[[dict[str, Any]], Any], data_creator: Callable[[dict[str, Any]], Any]
 ) -> type[CompiledOperator]:
-    """Return an operator class made from RaySGD's two creators."""
+    """Make an operator class from RaySGD's two creators."""
     for name, creator in {"model_creator": model_creator, "data_creator": data_creator}.items():
         if not callable(creator):
             raise ConfigError(f"{name} must be a function that takes config, got {creator!r}")
@@ -253,7 +257,7 @@ def operator_from_creators(
 
 
 def checked_fit_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return `config[name]`. Raise ConfigError for arguments that have no effect here."""
+    """Read `config[name]`. Raise ConfigError for arguments that have no effect here."""
     given = config.get(name) or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"config[{name!r}] must be a dict of keyword arguments, got {given!r}")
@@ -285,7 +289,7 @@ def _pair(data: Any) -> tuple[Any, Any]:
 
 
 def _unpacked(batch: Any) -> tuple[Any, Any, Any]:
-    """Return a batch as Keras reads it: x, (x, y) or (x, y, sample_weight)."""
+    """A batch as Keras reads it: x, (x, y) or (x, y, sample_weight)."""
     if not isinstance(batch, (tuple, list)):
         return batch, None, None
     x, y, weight = [*batch, None, None][:3]

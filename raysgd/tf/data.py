@@ -44,7 +44,7 @@ class SharedSource:
         """Do nothing: `batches` begins a new pass."""
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """Return this rank's part of the rest, from the live iterator if that is there."""
+        """Read this rank's part of the rest, from the live iterator if that is there."""
         epoch = self._position.epoch
         continues = self._live is not None and self._epoch == epoch
         if continues and self._last is not None and self._passed == self._last.offset == offset + 1:
@@ -65,8 +65,8 @@ class SharedSource:
         return _length(self.loader, offset)
 
     def _pass(self, epoch: int, offset: int) -> Iterator[Any]:
-        """Return an iterator over the rest of the epoch. The order of a shuffle depends on how
-        often the data set was begun, so passes of earlier epochs are begun, too: no public function
+        """Make an iterator over the rest of the epoch. The order of a shuffle depends on how often
+        the data set was begun, so passes of earlier epochs are begun, too: no public function
         advances the seeds of all shuffles in a data set otherwise. TensorFlow reads nothing for an
         iterator before its first batch is asked for, so this takes milliseconds for each epoch."""
         while self._passes < epoch - 1:
@@ -80,7 +80,7 @@ class SharedSource:
         return islice(iter(self.loader), offset, None)
 
     def _part_of(self, batch: Any, rank_info: RankInfo, offset: int) -> Drawn | None:
-        """Return this rank's rows of a batch; None if it need not take part."""
+        """This rank's rows of a batch; None if it need not take part."""
         rows, ranks = rows_in(batch), rank_info.world_size
         if ranks == 1:
             return Drawn(batch, offset, rows=rows, part=rank_info.world_rank, samples=rows)
@@ -137,7 +137,7 @@ def make_source(
     training: bool,
     places: Places | None = None,
 ) -> SharedSource | OwnSource:
-    """Return the source for a data set, by its own
+    """Make the source for a data set, by its own
     `options.experimental_distribute.auto_shard_policy`. With `places`, Python's and NumPy's
     generators are seeded for each pass, alike on all ranks."""
 
@@ -157,7 +157,7 @@ def make_source(
 
 
 def are_arrays(data: Any) -> bool:
-    """Return whether data is what Keras' `fit` takes instead of a data set: `(x,)`, `(x, y)` or
+    """Whether data is what Keras' `fit` takes instead of a data set: `(x,)`, `(x, y)` or
     `(x, y, sample_weight)`, each an array, or a list or dict of arrays. (Batches in a tuple are
     tuples.)"""
     first: Any = data[0] if isinstance(data, tuple) and data else ()
@@ -165,7 +165,7 @@ def are_arrays(data: Any) -> bool:
 
 
 def split(arrays: Any, fraction: float, *, name: str) -> tuple[Any, Any]:
-    """Return arrays without their last rows, and the last rows: this fraction, as in Keras."""
+    """Split off the last rows of arrays: this fraction, as in Keras."""
     rows = _rows(arrays, name=name)
     at = math.floor(rows * (1.0 - fraction))
     if not 0 < at < rows:
@@ -177,7 +177,7 @@ def split(arrays: Any, fraction: float, *, name: str) -> tuple[Any, Any]:
 
 
 def in_batches(arrays: Any, size: int, *, shuffle: bool, name: str) -> Any:
-    """Return arrays as a data set of batches, in another order for each epoch if they are
+    """Make a data set of batches from arrays, in another order for each epoch if they are
     shuffled."""
     rows = _rows(arrays, name=name)
     # A data set makes one tensor of a list.
@@ -193,7 +193,7 @@ def in_batches(arrays: Any, size: int, *, shuffle: bool, name: str) -> Any:
 
 
 def _rows(arrays: Any, *, name: str) -> int:
-    """Return how many rows the arrays have. Raise ConfigError unless all have as many."""
+    """Count the rows of the arrays. Raise ConfigError unless all have as many."""
     shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in tf.nest.flatten(arrays)]
     rows = {int(shape[0]) if len(shape) else 0 for shape in shapes}
     if len(rows) != 1 or 0 in rows or len(arrays) > 3:
@@ -205,7 +205,7 @@ def _rows(arrays: Any, *, name: str) -> int:
 
 
 def batches_per_epoch(data: Any, workers: int) -> int | None:
-    """Return how many steps an epoch has for each of these workers, None if not known."""
+    """How many steps an epoch has for each of these workers, None if not known."""
     policies = tf.data.experimental.AutoShardPolicy
     if workers > 1 and _policy_of(data) not in (policies.AUTO, policies.DATA):
         return None
@@ -219,7 +219,7 @@ def _policy_of(data: Any) -> Any:
 
 
 def _own_files(data: Any, rank_info: RankInfo) -> Any:
-    """Return the data of this rank's files, in batches of this rank's part of the batch."""
+    """Read the data of this rank's files, in batches of this rank's part of the batch."""
     if rank_info.world_size == 1:
         return data
     size = foreign.batch_size(data)
@@ -242,7 +242,7 @@ def _length(data: Any, offset: int) -> int | None:
 
 
 def _blank(data: Iterable[Any]) -> Any:
-    """Return a batch of one row for a rank without data, which must take part in sums."""
+    """Make a batch of one row for a rank without data, which must take part in sums."""
     spec = getattr(data, "element_spec", None)
     if spec is None:
         raise ConfigError("a worker has no batch: give every worker data, or use a tf.data.Dataset")

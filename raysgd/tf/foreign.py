@@ -42,14 +42,14 @@ def abort_collectives() -> None:
 
 
 def batch_size(data: Any) -> int:
-    """Return a data set's batch size, or -1 if it is not known."""
+    """A data set's batch size, or -1 if it is not known."""
     from tensorflow.python.data.experimental.ops import distribute
 
     return int(distribute.compute_batch_size(data))
 
 
 def shard_by_file(data: Any, num_shards: int, index: int) -> Any:
-    """Return a data set that reads each `num_shards`-th of the files, from `index` on."""
+    """Make a data set that reads each `num_shards`-th of the files, from `index` on."""
     from tensorflow.python.data.experimental.ops import distribute
 
     return distribute._AutoShardDataset(data, num_workers=num_shards, index=index)

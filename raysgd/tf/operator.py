@@ -24,9 +24,17 @@ from raysgd.tf.parts import (
     rows_in,
     running_statistics,
 )
+from raysgd.training.internals import Internals
 from raysgd.training.operator_base import OperatorBase, each_loader
 from raysgd.training.settings import ReplicaSettings
-from raysgd.training.step import Policies, Policy, Step
+from raysgd.training.step import Policies, Step
+from raysgd.training.step_policy import Policy
+
+NOT_AVERAGED = (
+    "train_batch has made a step with the gradients of this worker alone, and then the workers train different models: in place of "
+    "optimizer.apply_gradients(...) or minimize(...), call self.step(tape, loss), or self.gradients(tape, loss) and then "
+    "self.apply_gradients(gradients, variables, optimizer=...)"
+)
 
 
 class TrainingOperator(OperatorBase):
@@ -51,6 +59,8 @@ class TrainingOperator(OperatorBase):
     optimizer: Any
     criterion: Any
     _parts: KerasParts
+    _internals: KerasInternals
+    _validation_prefix = "val_"  # of metrics that the operator does not name itself
 
     def __init__(
         self,
@@ -59,15 +69,11 @@ class TrainingOperator(OperatorBase):
         settings: ReplicaSettings | None = None,
         rank_info: RankInfo | None = None,
     ) -> None:
-        settings = settings or ReplicaSettings()
-        super().__init__(config, settings, rank_info)
-        self._channel = Channel(self._rank_info.world_size)
-        # This rank's part of the batch: a variable, so that graph functions are not traced again when it changes.
-        self._fraction = tf.Variable(1.0, trainable=False)
-        self._parts = KerasParts()
-        self._statistics: list[Any] = []
-        self._part = Part(self)
-        self._policies = Policies([self._part])
+        internals = KerasInternals(
+            settings or ReplicaSettings(), rank_info, KerasParts(), prefix=self._validation_prefix
+        )
+        super().__init__(config, internals)
+        internals.use(Policies([internals.part]))
         self._set_up()
         if self._parts.registered:
             self._complete()
@@ -81,16 +87,16 @@ class TrainingOperator(OperatorBase):
         return {"train_loss": loss, NUM_SAMPLES: rows_in(y)}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Return the loss of one `batch`, `(x, y)`, and an accuracy. `batch_info`: as above."""
+        """Compute the loss of one `batch`, `(x, y)`, and an accuracy. `batch_info`: as above."""
         x, y, weight = self._unpack(batch, "validate_batch")
         with self.timers.record("eval"):
             loss, accuracy = self._validate_graph(x, y, weight)
         return {"val_loss": loss, "val_accuracy": accuracy, NUM_SAMPLES: rows_in(y)}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
-        """Return the model's output for one `batch` of `trainer.predict()`: a tensor with a row for
-        each sample, or a list, tuple or dict of such tensors. A batch is x alone, or `(x, y)` or
-        `(x, y, sample_weight)`, of which only x is used. `batch_info` has its `batch_idx`."""
+        """Compute the model's output for one `batch` of `trainer.predict()`: a tensor with a row
+        for each sample, or a list, tuple or dict of such tensors. A batch is x alone, or `(x, y)`
+        or `(x, y, sample_weight)`, of which only x is used. `batch_info` has its `batch_idx`."""
         self._need("predict_batch", "model")
         return self._predict_graph(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
@@ -110,11 +116,19 @@ class TrainingOperator(OperatorBase):
     def _validate_step(self, x: Any, y: Any, weight: Any) -> Any:
         output = self.model(x, training=False)
         self._update_metrics(y, output, weight)
-        accuracy = 0.0
+        return self._loss(y, output, weight), self._accuracy(y, output)
+
+    def _accuracy(self, y: Any, output: Any) -> Any:
+        """The fraction of right classes; 0 where this has no meaning, as in a regression."""
+        metrics, criterion = tf.keras.metrics, self.criterion
+        if isinstance(criterion, tf.keras.losses.BinaryCrossentropy):
+            threshold = 0.0 if criterion.from_logits else 0.5
+            return tf.reduce_mean(metrics.binary_accuracy(y, output, threshold=threshold))
+        if isinstance(criterion, tf.keras.losses.CategoricalCrossentropy):
+            return tf.reduce_mean(metrics.categorical_accuracy(y, output))
         if len(output.shape) > 1 and len(y.shape) == len(output.shape) - 1:
-            guess = tf.argmax(output, axis=-1, output_type=tf.int64)
-            accuracy = tf.reduce_mean(tf.cast(guess == tf.cast(y, tf.int64), tf.float32))
-        return self._loss(y, output, weight), accuracy
+            return tf.reduce_mean(metrics.sparse_categorical_accuracy(y, output))
+        return 0.0
 
     def _loss(self, y: Any, output: Any, weight: Any) -> Any:
         loss = self.criterion(y, output) if weight is None else self.criterion(y, output, sample_weight=weight)
@@ -146,14 +160,14 @@ class TrainingOperator(OperatorBase):
     def gradients(
         self, tape: Any, loss: Any, *, model: Any = None, optimizer: Any = None
     ) -> tuple[list[Any], list[Any]]:
-        """Return the gradients of the batch of all workers, which are the same on each of them, and
-        their variables. `tape`, `loss`, `model` and `optimizer` are those of `step`. This is the
-        first half of `step`, if you want to clip or count gradients. Under mixed_float16 they are
-        still scaled."""
+        """The gradients of the batch of all workers, which are the same on each of them, and their
+        variables. `tape`, `loss`, `model` and `optimizer` are those of `step`. This is the first
+        half of `step`, if you want to clip or count gradients. Under mixed_float16 they are still
+        scaled."""
         optimizer = self._chosen(optimizer)
         trained = self._parts.trained_by(optimizer) if model is None else list(model.trainable_variables)
         scale = optimizer.scale_loss(tf.ones_like(loss))
-        found = tape.gradient(loss, trained, output_gradients=tf.cast(self._fraction, scale.dtype) * scale)
+        found = tape.gradient(loss, trained, output_gradients=tf.cast(self._internals.fraction, scale.dtype) * scale)
         pairs = [(g, v) for g, v in zip(found, trained, strict=True) if g is not None]
         if not pairs:
             raise ConfigError(
@@ -164,12 +178,13 @@ class TrainingOperator(OperatorBase):
 
     def _sum(self, gradients: list[Any]) -> list[Any]:
         """Sum the workers' parts of the gradients; average running statistics with them."""
-        if self._channel.size == 1:
+        if self._internals.channel.size == 1:
             return gradients
-        parts = [as_tensor(v) * tf.cast(self._fraction, v.dtype) for v in self._statistics]
-        arrived = self._channel.sum([*gradients, *parts])
+        parts = [as_tensor(v) * tf.cast(self._internals.fraction, v.dtype) for v in self._internals.statistics]
+        arrived = self._internals.channel.sum([*gradients, *parts])
+        self._internals.exchanges.assign_add(1)
         with tf.control_dependencies(arrived):
-            for variable, mean in zip(self._statistics, arrived[len(gradients) :], strict=True):
+            for variable, mean in zip(self._internals.statistics, arrived[len(gradients) :], strict=True):
                 variable.assign(mean)
             return [tf.identity(gradient) for gradient in arrived[: len(gradients)]]
 
@@ -181,11 +196,8 @@ class TrainingOperator(OperatorBase):
 
     @property
     def _counts(self) -> bool:
-        """Return whether the running batch counts, and is not a repetition."""
-        return self._feed.step.current.fresh
-
-    def _steps_made(self) -> int:
-        return sum(int(as_tensor(optimizer.iterations)) for optimizer in self._parts.optimizers)
+        """Whether the running batch counts, and is not a repetition."""
+        return self._internals.feed.step.current.fresh
 
     def _chosen(self, optimizer: Any) -> Any:
         registered = self._parts.optimizers
@@ -284,6 +296,9 @@ class TrainingOperator(OperatorBase):
     def _batches_per_epoch(self, workers: int) -> int | None:
         return batches_per_epoch(self._train_data("train_dataset"), workers)
 
+    def _samples_in(self, batch: Any) -> float:
+        return rows_in(batch)
+
     _train_graph: Any
     _validate_graph: Any
     _predict_graph: Any
@@ -291,9 +306,9 @@ class TrainingOperator(OperatorBase):
     def _complete(self) -> None:
         """Create all variables that do not exist yet, and give all ranks rank 0's values."""
         self._build()
-        self._statistics = running_statistics(self._parts.models)
+        self._internals.statistics = running_statistics(self._parts.models)
         weights = [variable for model in self._parts.models for variable in model.weights]
-        assign(weights, self._channel.broadcast(weights, source=self.world_rank == 0))
+        assign(weights, self._internals.channel.broadcast(weights, source=self.world_rank == 0))
 
     def _build(self) -> None:
         """Create all variables that do not exist yet, and the graph functions."""
@@ -328,34 +343,67 @@ class TrainingOperator(OperatorBase):
         )
 
 
+class KerasInternals(Internals):
+    """Adds what only TensorFlow needs.
+
+    channel     connects the ranks
+    fraction    this rank's part of the batch: a variable, so that graph functions are not traced
+                again when it changes
+    exchanges   how often gradients were summed over the ranks: a variable, as graph functions do it
+    statistics  variables that training changes besides the weights
+    part        sets the fraction
+    """
+
+    parts: KerasParts
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.channel = Channel(self.rank_info.world_size)
+        self.fraction = tf.Variable(1.0, trainable=False)
+        self.exchanges = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self.statistics: list[Any] = []
+        self.part = Part(self)
+
+    def was_made(self) -> bool:
+        return self.part.was_made()
+
+
 class Part(Policy):
     """Sets this rank's part of a batch. Keeps what a step changes too early, to undo it."""
 
-    def __init__(self, operator: TrainingOperator) -> None:
-        self._operator, self._fraction = operator, 1.0
-        self._steps = 0
+    def __init__(self, internals: KerasInternals) -> None:
+        self._internals, self._fraction = internals, 1.0
+        self._steps = self._exchanges = 0
         self._statistics: list[Any] = []
 
     def begin(self, step: Step) -> None:
-        operator, fraction = self._operator, step.current.weight / self._operator.world_size
+        internals = self._internals
+        fraction = step.current.weight / internals.rank_info.world_size
         if fraction != self._fraction:
             self._fraction = fraction
-            operator._fraction.assign(fraction)
-        self._steps = operator._steps_made()
-        if operator.world_size > 1:
-            self._statistics = [tf.identity(as_tensor(v)) for v in operator._statistics]
+            internals.fraction.assign(fraction)
+        self._steps = internals.parts.steps_made()
+        if internals.rank_info.world_size > 1:
+            self._exchanges = int(internals.exchanges)
+            self._statistics = [tf.identity(as_tensor(v)) for v in internals.statistics]
 
     def was_made(self) -> bool:
-        """Return whether an optimizer has stepped since the begin: Keras' have no hooks."""
-        return self._operator._steps_made() > self._steps
+        """Whether an optimizer has stepped since the begin: Keras' have no hooks."""
+        return self._internals.parts.steps_made() > self._steps
+
+    def before_commit(self, step: Step) -> None:
+        """Refuse a step with the gradients of this rank alone."""
+        internals = self._internals
+        if internals.rank_info.world_size > 1 and self.was_made() and int(internals.exchanges) == self._exchanges:
+            raise ConfigError(NOT_AVERAGED)
 
     def on_step(self, step: Step) -> None:
-        if step.outcome == "undone" and self._operator.world_size > 1:
-            assign(self._operator._statistics, self._statistics)
+        if step.outcome == "undone" and self._internals.rank_info.world_size > 1:
+            assign(self._internals.statistics, self._statistics)
 
 
 def _scaling(optimizer: Any, model: Any) -> Any:
-    """Return the optimizer, in Keras' loss scaling if the policy is mixed_float16."""
+    """Wrap the optimizer in Keras' loss scaling if the policy is mixed_float16."""
     policy = getattr(getattr(model, "dtype_policy", None), "name", "")
     if policy != "mixed_float16" or "LossScale" in type(optimizer).__name__:
         return optimizer

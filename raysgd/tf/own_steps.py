@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from raysgd.tf.channel import Channel
 from raysgd.tf.parts import as_tensor, assign, graph_function
-from raysgd.tf.replica import metric_results
+from raysgd.tf.results import metric_results
 
 
 class OwnStep:
@@ -76,14 +76,14 @@ class OwnStep:
 
 
 def own_step(model: Any, name: str) -> OwnStep | None:
-    """Return the step of this name if the model's class defines it itself."""
+    """Find the step of this name if the model's class defines it itself."""
     if getattr(type(model), name) is getattr(keras.Model, name):
         return None
     return OwnStep(model, getattr(model, name))
 
 
 def further_optimizers(model: Any) -> list[Any]:
-    """Return a model's optimizers besides the compiled one, such as those of a GAN's parts."""
+    """Find a model's optimizers besides the compiled one, such as those of a GAN's parts."""
     values = [value for name, value in sorted(vars(model).items()) if name not in ("optimizer", "_optimizer")]
     listed = [each for value in values for each in (value if isinstance(value, (list, tuple)) else [value])]
     found = [each for each in listed if hasattr(each, "apply_gradients") and each is not model.optimizer]

@@ -25,15 +25,18 @@ class KerasParts(RegisteredParts):
     test_dataset: Any = None
 
     def trained_by(self, optimizer: Any) -> list[Any]:
-        """Return an optimizer's variables: those of its own model, or of all models."""
+        """An optimizer's variables: those of its own model, or of all models."""
         if len(self.models) == len(self.optimizers):
             at = next(place for place, mine in enumerate(self.optimizers) if mine is optimizer)
             return list(self.models[at].trainable_variables)
         return [variable for model in self.models for variable in model.trainable_variables]
 
+    def steps_made(self) -> int:
+        return sum(int(as_tensor(optimizer.iterations)) for optimizer in self.optimizers)
+
 
 def graph_function(function: Callable[..., Any]) -> Any:
-    """Return a graph function, made as Keras' own `fit` makes its."""
+    """Make a graph function, as Keras' own `fit` does."""
     return tf.function(function, reduce_retracing=True, autograph=False)
 
 
@@ -47,7 +50,7 @@ def refuse_sum(loss: Any, name: str) -> None:
 
 
 def as_tensor(variable: Any) -> Any:
-    """Return the value of a Keras 3 variable, or of a TensorFlow variable."""
+    """The value of a Keras 3 variable, or of a TensorFlow variable."""
     return tf.convert_to_tensor(variable)
 
 
@@ -61,7 +64,7 @@ def assign(variables: Sequence[Any], arrays: Sequence[Any]) -> None:
 
 
 def running_statistics(models: Sequence[Any]) -> list[Any]:
-    """Return what training changes besides, such as averages of batch normalisation."""
+    """Collect what training changes besides, such as averages of batch normalisation."""
     found = []
     for model in models:
         for layer in foreign.layers_without_inner_ones(model):
@@ -71,7 +74,7 @@ def running_statistics(models: Sequence[Any]) -> list[Any]:
 
 
 def seed_states(models: Sequence[Any]) -> list[Any]:
-    """Return the states of the layers' random generators, which are not weights."""
+    """Collect the states of the layers' random generators, which are not weights."""
     found = []
     for model in models:
         weights = {id(weight) for weight in model.weights}
@@ -101,6 +104,6 @@ def rows_in(batch: Any) -> int:
 
 
 def one_row(spec: Any) -> Any:
-    """Return a batch of one row with the shapes of `spec`."""
+    """Make a batch of one row with the shapes of `spec`."""
     shape = [1, *(size or 1 for size in spec.shape[1:])]
     return tf.zeros(shape, spec.dtype) if spec.dtype != tf.string else tf.fill(shape, "")

@@ -81,8 +81,8 @@ class TensorFlowBackend(HeldPortBackend):
             foreign.abort_collectives()
 
     def is_interruption(self, error: BaseException) -> bool:
-        """Return whether a peer or the network failed, by the error's type and then its text. An
-        error that was raised while such an error was handled counts, too."""
+        """Whether a peer or the network failed, by the error's type and then its text. An error
+        that was raised while such an error was handled counts, too."""
         return any(isinstance(each, NoFreePortError) or self._is_of_runtime(each) for each in causes_of(error))
 
     def _is_of_runtime(self, error: BaseException) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,8 @@ FORMAT = "raysgd-tensorflow"
 VERSION = 1
 
 
-def gather(operator: Any) -> dict[str, Any]:
-    """Return models, optimizers with their slots, and the operator's own state, as copies."""
-    parts = operator._parts
+def gather(operator: Any, parts: Any) -> dict[str, Any]:
+    """Gather models, optimizers with their slots, and the operator's own state, as copies."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -29,9 +30,8 @@ def gather(operator: Any) -> dict[str, Any]:
     }
 
 
-def check(operator: Any, state: dict[str, Any]) -> None:
+def check(parts: Any, state: dict[str, Any]) -> None:
     """Raise CheckpointError unless the state fits. Nothing is changed."""
-    parts = operator._parts
     mine = {
         "models": [model.weights for model in parts.models],
         "optimizers": [optimizer.variables for optimizer in parts.optimizers],
@@ -71,9 +71,8 @@ def _difference(name: str, here: list[Any], there: list[Any]) -> str:
     )
 
 
-def restore(operator: Any, state: dict[str, Any]) -> None:
+def restore(operator: Any, parts: Any, state: dict[str, Any]) -> None:
     """Load a checked state; the operator's own part last, as only it can check that."""
-    parts = operator._parts
     for model, arrays in zip(parts.models, state["models"], strict=True):
         assign(model.weights, arrays)
     for optimizer, arrays in zip(parts.optimizers, state["optimizers"], strict=True):
@@ -85,12 +84,22 @@ def restore(operator: Any, state: dict[str, Any]) -> None:
 # -- bytes --------------------------------------------------------------------------------------------
 
 
-def dump(state: dict[str, Any]) -> memoryview:
-    return values.dump(state)
+dump = values.dump
+
+
+def unchanging(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a gathered state with a copy of what the user's `state_dict` returned: only that can
+    change."""
+    return {**state, **values.load(values.dump({"operator": state["operator"]}))}
+
+
+@contextmanager
+def packed(state: dict[str, Any]) -> Iterator[list[memoryview]]:
+    yield [dump(state)]
 
 
 def parse(data: Any) -> dict[str, Any]:
-    """Return the state in these bytes. Raise CheckpointError if they are not one."""
+    """Read the state in these bytes. Raise CheckpointError if they are not one."""
     try:
         state = values.load(data)
     except CheckpointError as error:

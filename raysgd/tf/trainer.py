@@ -5,13 +5,13 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, NoReturn
 
 import numpy as np
 import tensorflow as tf
 
 from raysgd.callbacks.base import Callback
+from raysgd.callbacks.callback_list import check_callbacks, wanted_on_workers
 from raysgd.callbacks.monitors import Throughput, measures_in
 from raysgd.config import (
     ORPHAN_S,
@@ -20,7 +20,7 @@ from raysgd.config import (
     at_least,
     check_flags,
     refuse_comparison,
-    refuse_rates,
+    refuse_of_torch,
 )
 from raysgd.errors import ConfigError, shown
 from raysgd.tf import states
@@ -30,12 +30,13 @@ from raysgd.tf.process_group import TensorFlowBackend
 from raysgd.tf.replica import TFReplica
 from raysgd.training.arguments import check_call, check_common, check_config, needs_ray, refuse_unknown
 from raysgd.training.auto_checkpoint import AutoCheckpoint
-from raysgd.training.call_runner import CallRunner, exclusive
-from raysgd.training.loads import Loads
+from raysgd.training.call_runner import exclusive
+from raysgd.training.description import RunDescription
+from raysgd.training.internals import internals_of
 from raysgd.training.loops import opened_folder
-from raysgd.training.replica_base import OperatorReplicaFactory
-from raysgd.training.settings import ReplicaSettings
-from raysgd.training.trainer_base import TrainerBase, described_run, limits_of, make_engine
+from raysgd.training.named import checked_name
+from raysgd.training.settings import OperatorReplicaFactory, ReplicaSettings
+from raysgd.training.trainer_base import TrainerBase
 
 OF_ALL_WORKERS = "a batch of a TensorFlow data set is that of all workers together, and does not change with them"
 
@@ -119,41 +120,49 @@ class TFTrainer(TrainerBase):
     ) -> None:
         refuse_unknown(TFTrainer, unknown, {"elastic": ElasticConfig})
         operator_cls = _operator_class(model_creator, data_creator, training_operator_cls)
-        self.num_replicas = number = _resolve_num_workers(num_replicas, num_workers)
-        check_common(operator_cls, TrainingOperator, number, initialization_hook, timeout_s, elastic, seed)
+        number = _resolve_num_workers(num_replicas, num_workers)
+        check_common(operator_cls, TrainingOperator, number, initialization_hook, timeout_s, elastic)
         folder = opened_folder(checkpoints, resume, ".ckpt")
         # The batch size is that of all workers together, as a data set's is, so it is not divided.
-        self.config = check_config(config, number)
+        shown = check_config(config, number)
         check_flags(use_gpu=use_gpu)
         resources = WorkerResources.parse(num_cpus_per_worker, use_gpu, resources_per_worker, gpu_asked=use_gpu or None)
         remote, elastic = needs_ray(use_ray, number, resources, elsewhere=name is not None), elastic or ElasticConfig()
         _check_elastic(elastic)
-        fit, evaluate = checked_fit_config(self.config, FIT), checked_fit_config(self.config, EVALUATE)
-        run = described_run(TFTrainer, operator_cls, self.config, number, logdir)
-        calls = CallRunner(callbacks, run, bar=use_tqdm or bool(verbose or fit.get("verbose")), seed=seed)
-        _check_on_workers(calls.on_workers)
+        self._fit = fit = checked_fit_config(shown, FIT)
+        self._validation_steps = checked_fit_config(shown, EVALUATE).get("steps")
+        callbacks = check_callbacks(callbacks)
         settings = ReplicaSettings(
-            distributed=number > 1,
             use_gpu=resources.gpus > 0,
-            use_tqdm=use_tqdm,
+            use_tqdm=use_tqdm or bool(verbose or fit.get("verbose")),
             num_workers=number,
             threads=max(1, int(resources.cpus)) if remote else None,
             seed=seed,
-            snapshot_every=elastic.snapshot_every,
             elastic=elastic,
-            measures=measures_in(calls.on_workers),
+            measures=_measured_for(callbacks),
         )
-        self._epochs, self._steps = fit.get("epochs", 1), fit.get("steps_per_epoch")
-        self._validation_steps = evaluate.get("steps")
-        self._factory = OperatorReplicaFactory(TFReplica, operator_cls, dict(self.config), settings)
-        limits = limits_of(timeout_s, elastic)
-        make_backend = partial(
-            TensorFlowBackend, join_s=limits.join_s, threads=settings.threads, use_gpu=settings.use_gpu
+        described = RunDescription(
+            trainer="TFTrainer",
+            factory=OperatorReplicaFactory(TFReplica, operator_cls, dict(shown), settings),
+            config=shown,
+            resources=resources,
+            timeout_s=timeout_s,
+            make_backend=lambda *, host, join_s, **_: TensorFlowBackend(
+                host=host, join_s=join_s, threads=settings.threads, use_gpu=settings.use_gpu
+            ),
+            hook=initialization_hook,
+            callbacks=callbacks,
+            logdir=logdir,
+            folder=folder,
+            named=checked_name(name, orphan_s),
         )
-        others = initialization_hook, make_backend, None, name, orphan_s
-        engine = make_engine(self._factory, calls, resources, elastic, limits, *others)
-        self._loads = Loads(engine, calls.drawn_anew)
-        super().__init__(engine, calls, number, folder, resume=resume is not None)
+        super().__init__(described)
+
+    @property
+    def num_replicas(self) -> int:
+        """The argument `num_workers`, under RaySGD's name."""
+        workers: int = self._factory.settings.num_workers
+        return workers
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -175,8 +184,8 @@ class TFTrainer(TrainerBase):
         worker's own results. `profile` and `info` are those of `TorchTrainer.train`.
         """
         check_call(num_steps, max_retries, info)
-        steps = self._steps if num_steps is None else num_steps
-        for _ in range(self._epochs if num_steps is None else 1):
+        steps = self._fit.get("steps_per_epoch") if num_steps is None else num_steps
+        for _ in range(self._fit.get("epochs", 1) if num_steps is None else 1):
             counts = num_steps is None and steps is not None
             job = self._train_job(steps, profile, info, max_retries, counts=counts, reduced=reduce_results)
             result, each = self._calls.measure(self._engine, "train", job)
@@ -186,7 +195,7 @@ class TFTrainer(TrainerBase):
 
     @exclusive
     def predict(self, data: Any, batch_size: int = 32) -> Any:
-        """Return the model's outputs for arrays, or for a `tf.data.Dataset` of batches, as NumPy
+        """Compute the model's outputs for arrays, or for a `tf.data.Dataset` of batches, as NumPy
         arrays in the order of the data.
 
         Each worker takes its rows of every batch, and calls `operator.predict_batch`; its outputs
@@ -194,7 +203,8 @@ class TFTrainer(TrainerBase):
         not `batch_size`. It is read here, in the driver's process.
         """
         at_least("batch_size", batch_size, 1, whole=True)
-        ranks = self._values(TFReplica.predict, batches=self._packed(_batches(data, batch_size)))
+        self._saves.raise_failed()
+        ranks = self._predicted(TFReplica.predict, batches=self._packed(_batches(data, batch_size)))
         outputs = [(offset, rank, each) for rank, own in enumerate(ranks) for offset, each in own]
         outputs.sort(key=lambda output: output[:2])
         return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *(each for *_, each in outputs))
@@ -203,22 +213,22 @@ class TFTrainer(TrainerBase):
 
     @exclusive
     def get_model(self) -> Any:
-        """Return the trained model, made here by the creator or `setup`; a list of several."""
-        models = self.get_local_operator()._parts.models
+        """Get the trained model, made here by the creator or `setup`; a list of several."""
+        models = internals_of(self.get_local_operator()).parts.models
         return models[0] if len(models) == 1 else list(models)
 
     @exclusive
     def get_local_operator(self) -> TrainingOperator:
-        """Return an operator here with the current state; that of an inline worker itself."""
+        """Get an operator here with the current state; that of an inline worker itself."""
         local: TrainingOperator | None = self._inline_operator()
         if local is None:
             local = self._factory.operator_cls(dict(self.config))
-            states.restore(local, self.state_dict())
+            states.restore(local, internals_of(local).parts, self.state_dict())
         return local
 
     @exclusive
     def state_dict(self) -> dict[str, Any]:
-        """Return the content of a checkpoint as one dictionary of plain values and arrays."""
+        """The content of a checkpoint as one dictionary of plain values and arrays."""
         return states.parse(self._saves.content())
 
     @exclusive
@@ -227,7 +237,6 @@ class TFTrainer(TrainerBase):
         first: one that does not fit raises CheckpointError, and changes nothing. After an error in
         your operator's own, the state is undefined: only `load`, `load_state_dict` and `shutdown`
         are accepted."""
-        self._loops.refuse_load("load_state_dict()")
         state = states.dump(states.shaped(dict(state_dict)))
         self._load("load_state_dict()", lambda: self._loads.restore(state))
 
@@ -244,7 +253,6 @@ class TFTrainer(TrainerBase):
     @exclusive
     def load(self, checkpoint: str | os.PathLike[str]) -> None:
         """Load `checkpoint`, a path or a URI, if its checksums and content fit. It runs no code."""
-        self._loops.refuse_load("load()")
         self._load("load()", lambda: self._loads.load(checkpoint))
 
     def _load_automatic(self, path: str | os.PathLike[str]) -> None:
@@ -256,7 +264,7 @@ class TFTrainer(TrainerBase):
 
 
 def _operator_class(model_creator: Any, data_creator: Any, training_operator_cls: Any) -> Any:
-    """Return the operator class that was passed, or one made of RaySGD's two creators."""
+    """Choose the operator class that was passed, or one made of RaySGD's two creators."""
     if training_operator_cls is None:
         if model_creator is None or data_creator is None:
             raise ConfigError("pass training_operator_cls, or model_creator and data_creator")
@@ -267,7 +275,7 @@ def _operator_class(model_creator: Any, data_creator: Any, training_operator_cls
 
 
 def _batches(data: Any, batch_size: int) -> list[Any]:
-    """Return what `predict` got as batches. Raise ConfigError for none, and for no end."""
+    """Divide what `predict` got into batches. Raise ConfigError for none, and for no end."""
     if isinstance(data, tf.data.Dataset):
         if data.cardinality() == tf.data.INFINITE_CARDINALITY:
             raise ConfigError("predict() got a data set without an end: call .take(n) on it")
@@ -290,7 +298,7 @@ def _batches(data: Any, batch_size: int) -> list[Any]:
 
 
 def _resolve_num_workers(num_replicas: int | None, num_workers: int | None) -> int:
-    """Return `num_workers`, which RaySGD called `num_replicas`, or 1 if neither was passed."""
+    """Choose `num_workers`, which RaySGD called `num_replicas`, or 1 if neither was passed."""
     for name, number in {"num_replicas": num_replicas, "num_workers": num_workers}.items():
         if number is not None:
             at_least(name, number, 1, whole=True)
@@ -303,7 +311,7 @@ def _resolve_num_workers(num_replicas: int | None, num_workers: int | None) -> i
 
 def _check_elastic(elastic: ElasticConfig) -> None:
     """Raise ConfigError for fields that have no effect here."""
-    refuse_rates(elastic, OF_ALL_WORKERS)
+    refuse_of_torch(elastic, OF_ALL_WORKERS)
     refuse_comparison(elastic, "a TFTrainer does not compare them")
     if elastic.batch != "auto":
         raise ConfigError(
@@ -311,10 +319,12 @@ def _check_elastic(elastic: ElasticConfig) -> None:
         )
 
 
-def _check_on_workers(wanted: list[Any]) -> None:
-    """Raise ConfigError for callbacks that need PyTorch on the workers."""
+def _measured_for(callbacks: Sequence[Callback]) -> frozenset[str]:
+    """Collect what the workers measure. Raise ConfigError for callbacks that need PyTorch there."""
+    wanted = wanted_on_workers(callbacks)
     if any(each != Throughput.on_workers for each in wanted):
         raise ConfigError(
             "EMA, LearningRateMonitor, GradientNormMonitor and TorchProfilerCallback work with PyTorch only: pass "
             "them to a TorchTrainer. Keras optimizers have use_ema=True"
         )
+    return measures_in(wanted)

@@ -63,7 +63,7 @@ class Averages:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Return a context in which models have the averaged weights, and their own buffers."""
+        """A context in which models have the averaged weights, and their own buffers."""
         live, averages = _local(list(self._averages)), _local(list(self._averages.values()))
         kept = [each.clone() for each in live]
         try:
@@ -73,7 +73,7 @@ class Averages:
             _copy(kept, live)
 
     def state(self) -> list[dict[str, torch.Tensor]]:
-        """Return the averages of each model, by parameter name."""
+        """The averages of each model, by parameter name."""
         return [
             {name: self._averages[each] for name, each in model.named_parameters() if each in self._averages}
             for model in self._models
@@ -89,7 +89,7 @@ class Averages:
 
 
 def _local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors that share memory with these; of sharded ones, this rank's shards."""
+    """Tensors that share memory with these; of sharded ones, this rank's shards."""
     return [each.to_local() if hasattr(each, "to_local") else each for each in (one.detach() for one in tensors)]
 
 

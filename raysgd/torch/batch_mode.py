@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from raysgd.core.batch_mode import (
+    CHANGED,
     DIRECT,
     NOT_DIVIDED,
     OWN_ITERATION,
@@ -24,24 +25,31 @@ from raysgd.core.batch_mode import (
     Violation,
     later,
     notice,
+    refused,
 )
 from raysgd.core.outcomes import TrainAgain
 from raysgd.core.ranks import RankInfo
+from raysgd.core.sampling_plan import Division
 from raysgd.errors import ConfigError
 from raysgd.torch.data.sources import PlannedSource
-from raysgd.torch.foreign import is_compiled
+from raysgd.torch.foreign import content_version, is_compiled, run_after_backward, steps_of
 from raysgd.torch.parts import Parts
-from raysgd.torch.schedules import steps_of
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.skipped_steps import gathered_objects
 from raysgd.training.feed import Feed
 from raysgd.training.position import Position
-from raysgd.training.step import Policy, Step
+from raysgd.training.step import Step
+from raysgd.training.step_policy import Policy
 
 logger = logging.getLogger("raysgd")
 
 STATIC_GRAPH = Violation("DDP's static_graph exchanges gradients in each backward pass", "leave static_graph out")
 MAKES_STEPS = Violation("a LightningModule makes its steps itself", "use an operator")
+RANKS = (
+    "%s reads %s before a backward pass. What is computed from it changes with the workers, so the run may have other results "
+    "than an undisturbed one: compute it from batch_info['part'], and read self.is_first if only one worker is to do something. "
+    "raysgd averages gradients over the workers itself, so loss / self.world_size would make them too small"
+)
 RESIZES = Violation("resized() of the operator adapts to the number of workers", "leave resized() out")
 
 
@@ -50,46 +58,63 @@ class KeepBatch(Policy):
     first step of a run, and later ones in which a worker computes several parts. Code that does not
     follow the contract in the first step is "per_worker"; later, that is an error.
 
-    `why` is what the operator's class has against parts.
+    `position` is what is committed, `why` what the operator's class has against parts, `ranks_read`
+    has the names of the operator's numbers of workers that user code has read, and `method` is the
+    method with that code, as texts name it.
     """
 
     in_usual_steps = False
 
-    def __init__(self, parts: Parts, settings: TorchSettings, why: Violation | None) -> None:
-        self._parts, self._usual, self._elastic = parts, settings.num_workers, settings.elastic
+    def __init__(
+        self,
+        parts: Parts,
+        settings: TorchSettings,
+        position: Position,
+        why: Violation | None,
+        *,
+        ranks_read: set[str],
+        method: str,
+    ) -> None:
+        self._ranks_read, self._ranks_said, self._method = ranks_read, set[str](), method
+        self._parts, self._batches, self._elastic = parts, settings.num_workers, settings.elastic
+        self._usual, self._chosen = settings.all_parts, settings.parts is not None
+        self.deal: tuple[int, ...] = ()  # how many parts each rank computes: `Dealer` writes it
         self.why = why or _why_not(settings)
         self._against_data: Violation | None = None
-        self.position = Position()
+        self.position = position
         self._feed: Feed | None = None
         self._decides = self._watches = self._several = self._was_trained = False
         self._found: Violation | None = None  # in the first step
         self._said = False
         self._calls = Calls()
         self._own_calls: OwnCalls | None = None
+        self._of_first = self._calls  # in the batch's first part
+        self._gradients: list[tuple[Any, int]] = []  # at the end of a backward pass, if another part follows
         self._schedules: list[Any] = []
 
     @property
     def _reason(self) -> Violation | None:
-        """Return what is known against parts."""
+        """What is known against parts."""
         found, advice = self.position.contract or ("", "")
         return self.why or self._against_data or (Violation(found, advice) if found else None)
 
     @property
     def mode(self) -> str:
-        """Return what becomes of the batch, "" before the first step."""
+        """What becomes of the batch, "" before the first step."""
         if self._elastic.batch == PER_WORKER or self._reason is not None:
             return PER_WORKER
         return PARTS if self.position.contract is not None or self._usual == 1 else ""
 
-    def parts(self, ranks: int) -> int:
-        """Return into how many parts this many ranks divide a batch."""
-        return ranks if self.mode == PER_WORKER else self._usual
+    def division(self, ranks: int) -> Division:
+        """Return how this many ranks divide a batch."""
+        return Division(ranks, ranks) if self.mode == PER_WORKER else Division(self._batches, self._usual, self.deal)
 
     # -- the first step, and steps of several parts on each worker --------------------------------------
 
     def on_epoch(self, feed: Feed) -> None:
         self._feed = feed
         if self.position.parked is not None:  # by a call on a data set of its own
+            self._refuse(NOT_DIVIDED)
             return
         self._against_data, kind = None, type(feed.source.loader)
         if not isinstance(feed.source, PlannedSource):
@@ -98,6 +123,7 @@ class KeepBatch(Policy):
             self._against_data = OWN_ITERATION
         self._decides = self.position.contract is None
         self._found = self._reason
+        self._refuse(self._found)
 
     def rest(self) -> None:
         self._end_counting()
@@ -109,7 +135,11 @@ class KeepBatch(Policy):
         if self._several and step.parts_before > 0 and not self._was_trained:
             self._note(OWN_LOOP)
         self._was_trained, self._calls = False, Calls()
+        if step.parts_before == 0:
+            self._of_first, self._gradients = self._calls, []
         self._watches = self._several or (self._decides and self._found is None)
+        self._check_gradients()
+        self._ranks_read.clear()
         if self._watches:
             self._schedules = [steps_of(each) for each in self._parts.schedulers]
             count = self._parts.calls.control.collectives
@@ -120,13 +150,23 @@ class KeepBatch(Policy):
 
     def weighted(self, step: Step, loss: Any) -> Any:
         self._end_counting()
+        if self._decides and self._found is None and self._leads and (read := self._ranks_read - self._ranks_said):
+            logger.warning(RANKS, self._method, " and ".join(f"self.{each}" for each in sorted(read)))
+            self._ranks_said |= read  # each part of the first step reads them
         self._note(self._calls.passed())
+        if self._several:
+            self._check_gradients(added=True)
+            self._gradients = []
+            if not step.current.whole and loss.requires_grad:
+                loss.register_hook(lambda _: run_after_backward(self._keep_gradients))
         return loss
 
     def awaits(self, step: Step, optimizer: Any) -> None:
+        self._check_gradients()
         self._note(self._calls.stepped(id(optimizer)))
 
-    check = awaits
+    def check(self, step: Step, optimizer: Any) -> None:
+        self._note(self._calls.stepped(id(optimizer)))
 
     def direct(self, step: Step, optimizer: Any) -> None:
         self._note(DIRECT)
@@ -137,6 +177,20 @@ class KeepBatch(Policy):
         if self._watches and self._schedules != [steps_of(each) for each in self._parts.schedulers]:
             self._note(None if step.closing and not self._decides else SCHEDULED)
         self._note(self._calls.ended() if self._decides else None)
+        self._note(self._calls.unlike(self._of_first))
+
+    def _keep_gradients(self) -> None:
+        found = (each.grad for each in self._parts.stepped_by(*self._parts.optimizers))
+        self._gradients = [(each, content_version(each)) for each in found if each is not None]
+
+    def _check_gradients(self, *, added: bool = False) -> None:
+        """Note if user code has changed the gradients of the parts before, or, in the next one, has
+        done more than have them `added` to by a backward pass of its own."""
+        now = {id(each.grad) for each in self._parts.stepped_by(*self._parts.optimizers)} if self._gradients else set()
+        lost = any(id(each) not in now for each, _ in self._gradients)
+        changed = [each for each, version in self._gradients if content_version(each) != version]
+        if lost or (changed and not (added and any(each.is_sparse or bool(each.any()) for each in changed))):
+            self._note(CHANGED)
 
     def _end_counting(self) -> None:
         """Count no further collective calls: the backward pass begins, which exchanges gradients,
@@ -148,11 +202,13 @@ class KeepBatch(Policy):
     def _note(self, found: Violation | None) -> None:
         if found is None or not self._watches:
             return
+        found = found._replace(found=found.found.replace("train_batch", self._method))
         if not self._several:
             self._found = self._found or found
         elif not self._decides:
             raise ConfigError(later(found, self._usual))
         else:
+            self._refuse(found)
             self.position.contract = tuple(found)
             self._say(found)
             raise TrainAgain(found.found)
@@ -160,15 +216,24 @@ class KeepBatch(Policy):
     def on_step(self, step: Step) -> None:
         if not self._decides or step.outcome == "undone" or (step.failed and not self._was_trained):
             return
-        found = self._found or (None if self._was_trained else OWN_LOOP)
+        found = self._found if self._was_trained or self._reason else OWN_LOOP
+        self._refuse(found)
         self._decides = False
         self.position.contract = tuple(found or ("", ""))
         self._say(found)
 
+    def _refuse(self, found: Violation | None) -> None:
+        """Raise ConfigError for what does not follow the contract, if the trainer got `parts`."""
+        if found is not None and self._chosen:
+            raise ConfigError(refused(found, self._usual))
+
+    @property
+    def _leads(self) -> bool:
+        return self._feed is not None and self._feed.rank_info.world_rank == 0
+
     def _say(self, found: Violation | None) -> None:
         """Log, once, what does not follow the contract."""
-        first = self._feed is not None and self._feed.rank_info.world_rank == 0
-        if found is not None and first and not self._said:
+        if found is not None and self._leads and not self._said:
             self._said = True
             logger.warning("%s", notice(found, self._usual))
 
@@ -188,7 +253,7 @@ class KeepBatch(Policy):
 
 
 def _why_not(settings: TorchSettings) -> Violation | None:
-    """Return what the trainer's arguments have against parts."""
+    """Find what the trainer's arguments have against parts."""
     elastic, options = settings.elastic, settings.options
     for applies, *said in (
         (
@@ -203,7 +268,7 @@ def _why_not(settings: TorchSettings) -> Violation | None:
         (bool(options.ddp_args.get("static_graph")), *STATIC_GRAPH),
         ("powersgd" in (options.hook_name or ""), "PowerSGD keeps errors of each worker", "leave comm_hook out"),
     ):
-        if applies and settings.num_workers > 1:
+        if applies and settings.all_parts > 1:
             return Violation(*said)
     return None
 

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raysgd.torch.closures import after_gradients
 from raysgd.torch.foreign import buffers_at, copy_all, unnoticed
 from raysgd.torch.parts import Parts, broadcast, name_of
 from raysgd.torch.skipped_steps import gathered_objects
-from raysgd.torch.stepping import after_gradients
-from raysgd.training.step import Policy, Step
+from raysgd.training.step import Step
+from raysgd.training.step_policy import Policy
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 SMALL = 1 << 14  # bytes of a buffer that costs nothing
@@ -170,8 +171,8 @@ class KeepBuffers(Policy):
             self._after = {}
 
     def _found(self) -> list[Place]:
-        """Return the buffers that are restored and sent: those that the first step has changed or
-        created, those of BatchNorm, and small ones."""
+        """The buffers that are restored and sent: those that the first step has changed or created,
+        those of BatchNorm, and small ones."""
         before = dict(zip(self._at, self._before, strict=True))
         moving = {
             each
@@ -181,7 +182,7 @@ class KeepBuffers(Policy):
         return [each for each in self._all() if each in moving or before[each].nbytes <= SMALL]
 
     def _all(self) -> dict[Place, str]:
-        """Return the buffers, with names that are the same on all ranks."""
+        """The buffers, with names that are the same on all ranks."""
         found: dict[Place, str] = {}
         for number, model in enumerate(self._parts.models):
             for path, module in model.named_modules():
@@ -191,7 +192,7 @@ class KeepBuffers(Policy):
 
 
 def _memory_for(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return memory for the contents of these tensors together, and its parts, which are like
+    """Make memory for the contents of these tensors together, and its parts, which are like
     them."""
     sizes = [-(-each.nbytes // ALIGNED) * ALIGNED for each in tensors]
     memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
@@ -200,7 +201,7 @@ def _memory_for(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[tor
 
 
 def _copied_together(source: Iterable[torch.Tensor], target: Iterable[torch.Tensor]) -> list[Pair]:
-    """Return these tensors in lists of one type each, which a GPU copies with one kernel. A CPU
+    """Divide these tensors into lists of one type each, which a GPU copies with one kernel. A CPU
     copies one after the other anyway."""
     found: dict[torch.dtype | None, Pair] = {}
     for one, other in zip(source, target, strict=True):

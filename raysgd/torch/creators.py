@@ -77,20 +77,22 @@ def operator_from_creators(
     scheduler_creator: Creator | None = None,
     serialize_data_creation: bool = True,
 ) -> type[CreatorOperator]:
-    """Return a subclass of `CreatorOperator` with these functions. With `serialize_data_creation`,
+    """Make a subclass of `CreatorOperator` with these functions. With `serialize_data_creation`,
     the workers of one machine call `data_creator` one after the other."""
     creators = {"model_creator": model_creator, "optimizer_creator": optimizer_creator}
     optional = {"data_creator": data_creator, "loss_creator": loss_creator, "scheduler_creator": scheduler_creator}
     creators |= {name: given for name, given in optional.items() if given is not None}
     for name, given in creators.items():
-        if not callable(given):
-            raise ConfigError(f"{name} must be a function that takes the config, got {given!r}")
+        if not callable(given) or isinstance(given, nn.Module):
+            raise ConfigError(
+                f"{name} must be a function that makes its part, such as `lambda config: ...`, got {given!r}"
+            )
     own = {"creators": creators, "one_at_a_time": serialize_data_creation}
     return type("CustomCreatorOperator", (CreatorOperator,), own)
 
 
 def _loaders(made: Any) -> tuple[Any, Any]:
-    """Return the training and the validation loader from what `data_creator` returned."""
+    """The training and the validation loader from what `data_creator` returned."""
     if not isinstance(made, Sequence):
         return made, None
     if not 1 <= len(made) <= 2:
@@ -111,7 +113,7 @@ def _first(parts: list[Any], name: str) -> Any:
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Return a context for one worker of a machine at a time: others find downloaded data."""
+    """A context for one worker of a machine at a time: others find downloaded data."""
     import fcntl  # Windows does not have it
 
     descriptor = os.open(private_folder(private_place("data")), os.O_RDONLY)

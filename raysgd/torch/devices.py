@@ -12,12 +12,12 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus() -> str:
-    """Return the GPUs that Ray gave to this worker, as CUDA_VISIBLE_DEVICES lists them."""
+    """The GPUs that Ray gave to this worker, as CUDA_VISIBLE_DEVICES lists them."""
     return os.environ.get(VISIBLE, "")
 
 
 def shared_gpus(rank_infos: Sequence[RankInfo], offers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return, for each rank, the GPUs of all ranks on its node in the order of ranks; each rank
+    """Find, for each rank, the GPUs of all ranks on its node in the order of ranks; each rank
     offers its own as "gpus".
 
     >>> shared_gpus([RankInfo(0, 2), RankInfo(1, 2, local_rank=1)], [{"gpus": "3,1"}, {"gpus": "1,2"}])
@@ -45,7 +45,6 @@ class OffersGpus:
     _gpus: str | None = None
 
     def offer(self) -> dict[str, Any]:
-        """Return the GPUs that Ray assigned. `join` makes those of the other workers visible
-        too."""
+        """Offer the GPUs that Ray assigned. `join` makes those of the other workers visible too."""
         self._gpus = visible_gpus() if self._gpus is None else self._gpus
         return {"gpus": self._gpus}

@@ -1,9 +1,10 @@
-"""All private names of torch and Lightning that raysgd uses. Worker.
+"""All private names of torch, Lightning and accelerate that raysgd uses. Worker.
 
-Checked with torch 2.10, 2.13 and 2.15, and with Lightning 2.6; 2.1 has the same names.
-`tests/package/test_foreign.py` (and `tests/torch/test_fsdp.py`, `tests/torch/lightning`) call every
-function here, and name the first private name that a new version no longer has. Names in a
-checkpoint's pickle are not among them, because they are part of the file format.
+Checked with torch 2.10, 2.13 and 2.15, and with Lightning 2.6; 2.1 has the same names. Of
+accelerate with 1.15. `tests/package/test_foreign.py` (and `tests/torch/test_fsdp.py`,
+`tests/torch/lightning`) call every function here, and name the first private name that a new
+version no longer has. Names in a checkpoint's pickle are not among them, because they are part of
+the file format.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import copy
 import datetime
 import logging
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -34,13 +36,13 @@ Loader = TypeVar("Loader")
 
 
 def live_iterator(loader: Any) -> Any:
-    """Return the iterator that a loader with `persistent_workers` keeps, or None."""
+    """The iterator that a loader with `persistent_workers` keeps, or None."""
     return getattr(loader, "_iterator", None)
 
 
 def loader_with(loader: Loader, **attributes: Any) -> Loader:
-    """Return a copy of a DataLoader, also of a subclass, with these attributes. It refuses to
-    assign some, such as another sampler, because its `__init__` derives others from them."""
+    """Make a copy of a DataLoader, also of a subclass, with these attributes. It refuses to assign
+    some, such as another sampler, because its `__init__` derives others from them."""
     twin = copy.copy(loader)
     vars(twin).update(attributes, _iterator=None)
     return twin
@@ -52,14 +54,14 @@ def forget_iterator(loader: Any) -> None:
 
 
 def processes_of(iterator: Any) -> Sequence[Any]:
-    """Return the loader processes of one of torch's iterators; none if it is another iterator."""
+    """The loader processes of one of torch's iterators; none if it is another iterator."""
     processes: Sequence[Any] = getattr(iterator, "_workers", ())
     return processes
 
 
 def lost_processes(iterator: Any) -> list[Any]:
-    """Return the loader processes of one of torch's iterators that have ended although it needs
-    them. It does not need those of an iterable data set that have sent all their batches."""
+    """Find the loader processes of one of torch's iterators that have ended although it needs them.
+    It does not need those of an iterable data set that have sent all their batches."""
     if getattr(iterator, "_shutdown", True):
         return []
     lost = [process for process in iterator._workers if process.exitcode is not None]
@@ -78,12 +80,12 @@ def end_processes(iterator: Any) -> None:
 
 
 def is_loaders_signal_handler(handler: Any) -> bool:
-    """Return whether this is torch's handler of SIGCHLD, which reports ended processes."""
+    """Whether this is torch's handler of SIGCHLD, which reports ended processes."""
     return getattr(handler, "__module__", "") == signal_handling.__name__
 
 
 def worker_info(**fields: Any) -> Any:
-    """Return an object as `torch.utils.data.get_worker_info` returns it."""
+    """Make an object as `torch.utils.data.get_worker_info` returns it."""
     return torch_worker.WorkerInfo(**fields)
 
 
@@ -99,6 +101,25 @@ def worker_info_seen_as(info: Any) -> Iterator[None]:
 
 
 # -- process groups -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def ranks_asked() -> Iterator[list[Any]]:
+    """Return a context whose list is not empty once code in it has asked torch.distributed for a
+    rank or a number of ranks, in this thread."""
+    module, thread, asked = dist.distributed_c10d, threading.get_ident(), []
+    own = module._rank_not_in_group  # which `get_rank` and `get_world_size` call first
+
+    def noted(group: Any) -> bool:
+        if threading.get_ident() == thread and sys._getframe(1).f_code.co_name in ("get_rank", "get_world_size"):
+            asked.append(group)
+        return own(group)
+
+    module._rank_not_in_group = noted
+    try:
+        yield asked
+    finally:
+        module._rank_not_in_group = own
 
 
 def set_collective_limit(seconds: float) -> None:
@@ -142,7 +163,7 @@ def forget_groups() -> None:
 
 
 def calls_made() -> int:
-    """Return how many collective calls all groups of this process have had; -1 if a group does not
+    """Count the collective calls that all groups of this process have had; -1 if a group does not
     tell. Calls between two ranks do not count."""
     try:
         return sum(group._get_sequence_number_for_group() for group in groups())
@@ -151,35 +172,19 @@ def calls_made() -> int:
 
 
 def groups() -> list[Any]:
-    """Return all process groups of this process."""
+    """All process groups of this process."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
-def collective_counter(others: Collection[str] = ()) -> Callable[[], int]:
-    """Return a function that returns the number of collective calls of the default group so far,
-    and of the `others`, by their descriptions, which torch counts in the same way on every rank. It
-    is called for each batch, so it looks for the groups only now. It returns -1 if there is no
-    group now, or if its backend does not count."""
+def collective_counters(others: Collection[str] = ()) -> list[Callable[[], int]]:
+    """Return functions that return the number of collective calls so far, of the default group and
+    of the `others`, by their descriptions, which torch counts in the same way on every rank. They
+    raise a RuntimeError if the backend does not count."""
     if not dist.is_initialized():
-        return no_collectives
+        return []
     default = dist.distributed_c10d._get_default_group()
     counted = [default, *(each for each in groups() if each.group_desc in others)]
-    reads = [each._get_sequence_number_for_group for each in counted]
-
-    def count() -> int:
-        total = 0
-        try:
-            for read in reads:
-                total += read()
-        except RuntimeError:
-            return -1
-        return total
-
-    return count
-
-
-def no_collectives() -> int:
-    return -1
+    return [each._get_sequence_number_for_group for each in counted]
 
 
 # -- models, gradients and schedulers -----------------------------------------------------------------
@@ -204,18 +209,18 @@ def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether a model is compiled, in place or as what `torch.compile` returns."""
+    """Whether a model is compiled, in place or as what `torch.compile` returns."""
     return model._compiled_call_impl is not None or uncompiled(model) is not model
 
 
 def uncompiled(model: Any) -> Any:
-    """Return the model inside of what `torch.compile(model)` returned, or what was passed."""
+    """The model inside of what `torch.compile(model)` returned, or what was passed."""
     return getattr(model, "_orig_mod", model) if isinstance(model, nn.Module) else model
 
 
 def accumulated_gradients(modules: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the gradients of FSDP modules from batches that did not exchange them, each once. FSDP
-    keeps these unsharded, outside of the parameters. Since torch 2.15, both names mean the same
+    """The gradients of FSDP modules from batches that did not exchange them, each once. FSDP keeps
+    these unsharded, outside of the parameters. Since torch 2.15, both names mean the same
     tensor."""
     groups = [group for module in modules for group in _parameter_groups(module._get_fsdp_state())]
     parameters = [each for group in groups for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
@@ -225,7 +230,7 @@ def accumulated_gradients(modules: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def full_parameters(modules: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the full parameters of FSDP's forward pass; none before the first one."""
+    """The full parameters of FSDP's forward pass; none before the first one."""
     groups = [group for module in modules for group in _parameter_groups(module._get_fsdp_state())]
     return [
         each._unsharded_param for group in groups for each in group.fsdp_params if hasattr(each, "_unsharded_param")
@@ -283,12 +288,12 @@ def remove_sharding(model: nn.Module) -> None:
 
 
 def module_versions(state: Any) -> Any:
-    """Return the module versions that torch attaches to a model's `state_dict`, or None."""
+    """The module versions that torch attaches to a model's `state_dict`, or None."""
     return getattr(state, "_metadata", None)
 
 
 def loads_by_copying(model: nn.Module) -> bool:
-    """Return whether `load_state_dict` of this model does nothing but copy the tensors of its
+    """Whether `load_state_dict` of this model does nothing but copy the tensors of its
     `state_dict`: no module has its own way to do either, or a hook."""
     hooks = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
@@ -310,7 +315,7 @@ def loads_by_copying(model: nn.Module) -> bool:
 
 
 def with_module_versions(content: dict[Any, Any], state: Any) -> dict[Any, Any]:
-    """Return the content of a changed copy of `state`, with the versions of modules if `state` is a
+    """Add the versions of modules to the content of a changed copy of `state`, if that is a
     model's: modules that convert older states read them when they load."""
     if (versions := module_versions(state)) is None:
         return content
@@ -320,25 +325,39 @@ def with_module_versions(content: dict[Any, Any], state: Any) -> dict[Any, Any]:
 
 
 def nested_schedulers(scheduler: Any) -> Sequence[Any]:
-    """Return the schedulers inside of a scheduler (SequentialLR, ChainedScheduler)."""
+    """The schedulers inside of a scheduler (SequentialLR, ChainedScheduler)."""
     inner: Sequence[Any] = getattr(scheduler, "_schedulers", ())
     return inner
 
 
+def divisor_of(loss: torch.Tensor) -> float | None:
+    """The number by which a loss was divided in the end, None if it was not."""
+    divisor = getattr(loss.grad_fn, "_saved_other", None) if type(loss.grad_fn).__name__ == "DivBackward0" else None
+    if isinstance(divisor, torch.Tensor) and divisor.is_cpu and divisor.numel() == 1:
+        return float(divisor)
+    return None
+
+
+def steps_of(scheduler: Any) -> Any:
+    """A number that changes whenever the scheduler steps, None if it has none."""
+    steps = getattr(scheduler, "last_epoch", None)
+    inner = nested_schedulers(scheduler)  # a ChainedScheduler has no counter of its own
+    return steps_of(inner[0]) if steps is None and inner else steps
+
+
 def milestones_of(scheduler: Any) -> Sequence[int]:
-    """Return the steps at which a SequentialLR changes from one scheduler to the next."""
+    """The steps at which a SequentialLR changes from one scheduler to the next."""
     found: Sequence[int] = getattr(scheduler, "_milestones", ())
     return found
 
 
-def run_after_backward(call: Callable[[], None]) -> None:
-    """Call this when the running backward pass ends."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+# Calls its argument when the running backward pass ends.
+run_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
 def content_version(tensor: torch.Tensor) -> int:
-    """Return how often the content of a tensor's memory has been changed in place. In inference
-    mode, that is not counted."""
+    """How often the content of a tensor's memory has been changed in place. In inference mode, that
+    is not counted."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -349,8 +368,8 @@ def multiply_all(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> N
 
 
 def buffers_at(places: Iterable[tuple[nn.Module, str]]) -> list[torch.Tensor]:
-    """Return the buffers of modules by their names, without those that are None now. This runs once
-    for each step; `getattr` takes ten times as long."""
+    """The buffers of modules by their names, without those that are None now. This runs once for
+    each step; `getattr` takes ten times as long."""
     return [each for module, name in places if (each := module._buffers.get(name)) is not None]
 
 
@@ -363,14 +382,14 @@ def copy_all(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
 
 
 def unnoticed(tensors: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which backward passes do not notice that these tensors change, as DDP
-    sends buffers."""
+    """A context in which backward passes do not notice that these tensors change, as DDP sends
+    buffers."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def without_step_pre_hooks(optimizer: Any) -> Iterator[None]:
-    """Return a context in which an optimizer steps without the hooks before a step."""
+    """A context in which an optimizer steps without the hooks before a step."""
     hooks = optimizer._optimizer_step_pre_hooks
     optimizer._optimizer_step_pre_hooks = type(hooks)()
     try:
@@ -380,38 +399,46 @@ def without_step_pre_hooks(optimizer: Any) -> Iterator[None]:
 
 
 def was_skipped(optimizer: Any) -> bool:
-    """Return whether a fused optimizer has skipped its step inside its kernel, because of fp16's
-    infinite gradients. (A GradScaler does not call others then.)"""
+    """Whether a fused optimizer has skipped its step inside its kernel, because of fp16's infinite
+    gradients. (A GradScaler does not call others then.)"""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found)
 
 
 def measure_communication(wrapper: Any) -> None:
     """Let a DistributedDataParallel measure every step. On a GPU that would make each step wait for
-    the one before, so it measures some of them there, as torch does by default."""
-    if wrapper.device_type == "cpu":
-        wrapper._set_ddp_runtime_logging_sample_rate(1)
+    the one before, so it measures as few as by default, not in step with what users do every
+    hundred."""
+    wrapper._set_ddp_runtime_logging_sample_rate(1 if wrapper.device_type == "cpu" else 97)
 
 
 def exposed_communication_s(wrapper: Any) -> float:
-    """Return the seconds that the newest measured step of a DistributedDataParallel waited for
-    gradients after its backward pass was over; 0 before the first one."""
+    """The seconds that the newest measured step of a DistributedDataParallel waited for gradients
+    after its backward pass was over; 0 before the first one."""
     data = wrapper._get_ddp_logging_data()
     waited = data.get("backward_comm_time", 0) - data.get("backward_compute_comm_overlap_time", 0)
     return float(max(waited, 0)) / 1e9
+
+
+# -- accelerate ---------------------------------------------------------------------------------------
+
+
+def reset_accelerate() -> None:
+    """Let accelerate forget the ranks, the device and the precision that it keeps for a process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 # -- Lightning ----------------------------------------------------------------------------------------
 
 
 def configured_optimizers(core: Any, module: Any, configured: Any) -> tuple[list[Any], list[Any]]:
-    """Return the optimizers and the `LRSchedulerConfig` of each scheduler in what a module's
+    """Find the optimizers and the `LRSchedulerConfig` of each scheduler in what a module's
     `configure_optimizers` has returned. `core` is Lightning's module `core.optimizer`."""
     optimizers, schedulers, monitor = core._configure_optimizers(configured)
-    if module.automatic_optimization:
-        schedules = core._configure_schedulers_automatic_opt(schedulers, monitor)
-    else:
-        schedules = core._configure_schedulers_manual_opt(schedulers)
+    schedules = core._configure_schedulers_automatic_opt(schedulers, monitor)
     core._validate_multiple_optimizers_support(optimizers, module)
     core._validate_scheduler_api(schedules, module)
     return optimizers, schedules

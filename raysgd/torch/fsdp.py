@@ -24,6 +24,7 @@ from raysgd.torch.foreign import (
 )
 
 ShardModel = Callable[[nn.Module, Any], None]  # shards a model in place, over a device mesh
+DIVIDED = ("models", "optimizers", "averages")  # the parts of a state that have shards
 MESH = ("replicate", "shard")  # the dimensions of a mesh with copies; `TorchBackend` makes a process group for each
 
 
@@ -46,7 +47,7 @@ class Shards:
 
     @property
     def made(self) -> bool:
-        """Return whether models are sharded: not before the first generation with others."""
+        """Whether models are sharded: not before the first generation with others."""
         return bool(self._metadata_only)
 
     def joined(self) -> None:
@@ -55,7 +56,7 @@ class Shards:
             self._shard()
 
     def mesh(self) -> Any:
-        """Return the device mesh of this generation: rank r holds shard r % shards."""
+        """Make the device mesh of this generation: rank r holds shard r % shards."""
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
         copies, count = layout(dist.get_world_size(), self._replicas)
@@ -122,16 +123,15 @@ class Shards:
         self.full_parameters()
 
     def full_models(self, states: list[dict[str, Any]]) -> list[nn.Module]:
-        """Return bare models with these gathered states."""
+        """Make bare models with these gathered states."""
         return [_filled(metadata_only, state) for metadata_only, state in zip(self._metadata_only, states, strict=True)]
 
     def unexchanged_gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of batches that did not exchange them."""
         return accumulated_gradients(list(self._modules()))
 
     def full_parameters(self) -> list[torch.Tensor]:
-        """Return the parameters that the forward pass uses. All ranks must call this, because the
-        first forward pass, or this method, creates them."""
+        """The parameters that the forward pass uses. All ranks must call this, because the first
+        forward pass, or this method, creates them."""
         modules = list(self._modules())
         if not full_parameters(modules):
             for module in modules:
@@ -169,9 +169,8 @@ def shard_layers(model: nn.Module, mesh: Any) -> None:
 
 
 def gathered(value: Any, *, keep: bool) -> Any:
-    """Return the state with full tensors in place of shards; None instead of each tensor unless
-    `keep`. All ranks must call this, in the same order. No tensor shares memory with the live
-    ones."""
+    """The state with full tensors in place of shards; None instead of each tensor unless `keep`.
+    All ranks must call this, in the same order. No tensor shares memory with the live ones."""
     return mapped(lambda leaf, *path: _gathered_leaf(leaf, keep=keep), value)
 
 
@@ -187,12 +186,12 @@ def _gathered_leaf(value: Any, *, keep: bool) -> Any:
 
 
 def placed(saved: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's state with full tensors sharded like this worker's."""
+    """A model's state with full tensors sharded like this worker's."""
     return with_module_versions({name: _sharded_like(mine.get(name), value) for name, value in saved.items()}, saved)
 
 
 def placed_optimizer(saved: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's state, sharded like the parameters to which it belongs."""
+    """An optimizer's state, sharded like the parameters to which it belongs."""
     groups = getattr(optimizer, "param_groups", [])
     parameters = [parameter for group in groups for parameter in group["params"]]
     if not any(hasattr(each, "full_tensor") for each in parameters) or "state" not in saved:
@@ -264,7 +263,7 @@ def _fill(model: nn.Module, values: dict[str, Any], device: torch.device) -> Non
 
 
 def _without_memory(model: nn.Module) -> nn.Module:
-    """Return a copy whose weights have no memory, from which a bare model can be made."""
+    """A copy whose weights have no memory, from which a bare model can be made."""
     memo: dict[int, Any] = {
         id(each): nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=each.requires_grad)
         for each in model.parameters()

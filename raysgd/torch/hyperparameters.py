@@ -9,6 +9,7 @@ from typing import Any
 
 from raysgd.torch.foreign import nested_schedulers
 from raysgd.torch.rank_comparison import plain
+from raysgd.training.internals import Internals, internals_of
 
 IGNORED = (
     "the loaded state has other settings of optimizers or schedulers than this script, and training continues with them: %s. To use "
@@ -28,38 +29,39 @@ class Option:
     name: str
 
 
-def made_with(operator: Any) -> dict[str, Any]:
-    """Return the settings that `setup` gave the optimizers and schedulers, as JSON can."""
+def made_with(parts: Any) -> dict[str, Any]:
+    """Collect the settings that `setup` gave the optimizers and schedulers, as JSON has them."""
     found: dict[str, Any] = {}
-    for number, optimizer in enumerate(operator._parts.optimizers):
+    for number, optimizer in enumerate(parts.optimizers):
         groups = getattr(optimizer, "param_groups", ())
         for place, group in enumerate(groups):
             of = f"group {place} of " * (len(groups) > 1) + f"optimizers[{number}] ({type(optimizer).__name__})"
             found |= {f"{name} of {of}": value for name, value in group.items() if name not in LEFT_OUT}
             found[f"lr of {of}"] = found.pop(f"initial_lr of {of}", group.get("lr"))
-    for number, scheduler in enumerate(_all(operator._parts.schedulers)):
+    for number, scheduler in enumerate(_all(parts.schedulers)):
         of, own = f"schedulers[{number}] ({type(scheduler).__name__})", getattr(scheduler, "__dict__", {})
         found |= {f"{name} of {of}": value for name, value in own.items() if name not in LEFT_OUT}
     return {name: value for name, each in found.items() if (value := plain(each)) is not None}
 
 
-def warn_of_ignored(operator: Any, here: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
+def warn_of_ignored(internals: Internals, here: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
     """Warn if the script that made a loaded state has given its optimizers and schedulers other
     settings than this one."""
     differ = [name for name, value in here.items() if name in loaded and loaded[name] != value]
     if differ:
         more = [f"and {len(differ) - LISTED} more"] if len(differ) > LISTED else []
         named = [f"{name} is {_shown(loaded[name])} (here: {_shown(here[name])})" for name in differ[:LISTED]]
-        operator._warn_once(IGNORED, ", ".join([*named, *more]))
+        internals.warn_once(IGNORED, ", ".join([*named, *more]))
 
 
 def options(operator: Any, values: Mapping[str, float]) -> list[Option]:
-    """Return the hyperparameters of the optimizers that `setup` gave these values, by name. They
-    will be changed in a loaded state, so no warning says that it ignores them."""
-    operator._explained.add(IGNORED)
+    """Find the hyperparameters of the optimizers that `setup` gave these values, by name. They will
+    be changed in a loaded state, so no warning says that it ignores them."""
+    internals = internals_of(operator)
+    internals.leave_out_warning(IGNORED)
     return [
         Option(number, place, name)
-        for number, optimizer in enumerate(operator._parts.optimizers)
+        for number, optimizer in enumerate(internals.parts.optimizers)
         for place, group in enumerate(optimizer.param_groups)
         for name, value in values.items()
         if name in group and group[name] == value
@@ -69,7 +71,7 @@ def options(operator: Any, values: Mapping[str, float]) -> list[Option]:
 def retune(operator: Any, chosen: Iterable[Option], changed: Mapping[str, tuple[float, float]]) -> None:
     """Replace old values by new ones: `changed` has both, by name. Where a scheduler has changed an
     old value since `setup`, scale the new one by the same factor."""
-    parts = operator._parts
+    parts = internals_of(operator).parts
     for option in chosen:
         old, new = changed[option.name]
         optimizer = parts.optimizers[option.optimizer]
@@ -94,7 +96,7 @@ def _shown(value: Any) -> str:
 
 
 def _all(schedulers: Iterable[Any]) -> Iterator[Any]:
-    """Return the schedulers, and those inside of others (SequentialLR, ChainedScheduler)."""
+    """Yield the schedulers, and those inside of others (SequentialLR, ChainedScheduler)."""
     for scheduler in schedulers:
         yield scheduler
         yield from _all(nested_schedulers(scheduler))

@@ -22,7 +22,7 @@ def choose_interface(rank_info: RankInfo, host: str) -> None:
 
 
 def interface_towards(host: str, *, variable: str) -> str:
-    """Return the network interface by which this machine reaches the driver. Peers reach it there
+    """Find the network interface by which this machine reaches the driver. Peers reach it there
     too. The error names the environment variable that the user can set instead."""
     import psutil  # Ray brings it
 

@@ -13,7 +13,8 @@ from raysgd.errors import ConfigError
 from raysgd.torch.foreign import exposed_communication_s, measure_communication, was_skipped
 from raysgd.torch.meters import DeviceMeters
 from raysgd.torch.parts import Parts
-from raysgd.training.step import Policy, Step
+from raysgd.training.step import Step
+from raysgd.training.step_policy import Policy
 
 
 class Monitor:
@@ -86,7 +87,7 @@ class Monitor:
         return [each for each in wrapped if isinstance(each, DistributedDataParallel)]
 
     def measured(self) -> dict[str, Any]:
-        """Return the metrics of this part of the call, and the seconds of communication if they are
+        """The metrics of this part of the call, and the seconds of communication if they are
         known."""
         found = self._meter.summary()
         values = {

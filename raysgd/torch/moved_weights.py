@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from raysgd.torch.closures import after_gradients, closure_in
 from raysgd.torch.foreign import copy_all
 from raysgd.torch.parts import Parts
-from raysgd.torch.stepping import after_gradients, closure_in
-from raysgd.training.step import Policy, Step
+from raysgd.training.step import Step
+from raysgd.training.step_policy import Policy
 
 
 class KeepWeights(Policy):
@@ -22,11 +23,14 @@ class KeepWeights(Policy):
     called, a backward pass begins or a closure ends, and when the first optimizer acts. (In the
     first one, an encoder that begins as a copy of the model is still equal to it.) If none moves,
     later steps cost nothing.
+
+    The first two steps in which a rank has several parts also show which weights a part moves after
+    its step, which only the last part makes: averages, and weights that decay by hand.
     """
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._looks = 2  # steps in which it is still to be seen
+        self._looks = self._looks_at_parts = 2  # steps in which it is still to be seen
         self._now: list[torch.Tensor] = []
         self._before: list[torch.Tensor] = []  # their contents at the beginning of the step
         self._began: list[torch.Tensor] = []  # of a batch of several parts
@@ -38,11 +42,15 @@ class KeepWeights(Policy):
 
     def begin(self, step: Step) -> None:
         if step.parts_before > 0:  # each part begins with the weights of the batch's beginning, so these move once
+            self._look()
             copy_all(self._began, self._now)
         elif not step.current.whole and step.place > 0:
             self._began = [each.clone() for each in self._now]
         if step.place > 0:
             return
+        if not step.current.whole and self._looks_at_parts > 0:
+            self._looks_at_parts -= 1
+            self._looks = max(self._looks, 1)
         if self._looks == 0:
             copy_all(self._now, self._before)
             self._began = self._before
@@ -73,8 +81,10 @@ class KeepWeights(Policy):
                 self.in_usual_steps = bool(self._moved)
                 self._now, self._before = ([each[place] for place in self._moved] for each in (self._now, self._before))
                 self.rest()
-                for hook in self._hooks if not (states and self._moved) else ():
-                    hook.remove()
+                if not (states and self._moved):
+                    for hook in self._hooks:
+                        hook.remove()
+                    self._hooks = []
 
     def rest(self) -> None:
         for hook in self._of_models:
@@ -102,6 +112,6 @@ class KeepWeights(Policy):
 
 
 def _iterates(optimizer: Any) -> bool:
-    """Return whether this optimizer may change weights between two calls of its closure: torch's
-    others call it once, first."""
+    """Whether this optimizer may change weights between two calls of its closure: torch's others
+    call it once, first."""
     return isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim.")

@@ -50,13 +50,13 @@ def set_variables() -> None:
 
 
 def device() -> torch.device:
-    """Return the device whose tensors NCCL sends: the CPU, if NCCL is emulated there."""
+    """The device whose tensors NCCL sends: the CPU, if NCCL is emulated there."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def wait_for_device() -> None:
-    """Return when the device has computed all that was launched. The watchdog knows this function
-    by its name: a rank in it waits for its peers."""
+    """Wait until the device has computed all that was launched. The watchdog knows this function by
+    its name: a rank in it waits for its peers."""
     where = device()
     if where.type != "cpu":
         torch.get_device_module(where).current_stream().synchronize()
@@ -78,10 +78,10 @@ def use() -> None:
 
 
 def abort_limit_s(rank: int, ranks: int) -> float:
-    """Return how long this rank waits for the end of an abort, until it ends its process. NCCL can
-    hang in it, and then perhaps on all ranks. So the ranks end one after the other, because the end
-    of one can free the others, and the last one keeps the state for longest. The only survivor of
-    two has the state alone.
+    """How long this rank waits for the end of an abort, until it ends its process. NCCL can hang in
+    it, and then perhaps on all ranks. So the ranks end one after the other, because the end of one
+    can free the others, and the last one keeps the state for longest. The only survivor of two has
+    the state alone.
 
     >>> abort_limit_s(0, 3), abort_limit_s(1, 3), abort_limit_s(2, 3), abort_limit_s(0, 2)
     (20.0, 70.0, 120.0, 120.0)
@@ -111,7 +111,7 @@ class Abort:
             threading.Thread(target=self._watch, args=(limit_s,), name="raysgd-abort-limit", daemon=True).start()
 
     def wait(self) -> None:
-        """Return when it has ended, if it was begun. If it does not end, this process does."""
+        """Wait until it has ended, if it was begun. If it does not end, this process does."""
         if self._begun:
             self._ended.wait()
 

@@ -5,57 +5,61 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from importlib import import_module
 from inspect import signature
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from raysgd.constants import NUM_SAMPLES, NUM_STEPS, SCHEDULER_STEP_BATCH, STEPPED_BY_TRAINER, USE_FP16
+from raysgd.constants import NUM_SAMPLES, NUM_STEPS, STEPPED_BY_TRAINER, USE_FP16, WEIGHT
+from raysgd.core import offers
 from raysgd.core.ranks import RankInfo
-from raysgd.core.sampling_plan import optimizer_steps
+from raysgd.data.sample_seeds import seeded_for
 from raysgd.data.sharded_stream import ShardedStream
 from raysgd.errors import ConfigError, MissingPartError, shown, suggesting
 from raysgd.ray_data.columns import RayData
 from raysgd.torch import wrapping
+from raysgd.torch.accuracy import accuracy
 from raysgd.torch.averages import Averages
 from raysgd.torch.batch_mode import MAKES_STEPS, RESIZES, STATIC_GRAPH, KeepBatch
 from raysgd.torch.buffers import KeepBuffers
-from raysgd.torch.data.sample_seeds import seeded_for
 from raysgd.torch.data.sampling import batches_per_epoch
+from raysgd.torch.dealing import Dealer
 from raysgd.torch.fsdp import Shards, shard_layers
+from raysgd.torch.internals import TorchInternals
+from raysgd.torch.meters import DeviceMeters
 from raysgd.torch.monitor import Communication, GradientNorm, Monitor
 from raysgd.torch.moved_weights import KeepWeights
 from raysgd.torch.part_states import PartStates
-from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move, refuse_wrapped, set_modes
+from raysgd.torch.parts import Parts, check_parts, move, refuse_wrapped, set_modes, strays
 from raysgd.torch.precision import make_precision
 from raysgd.torch.profiling import Profiler
-from raysgd.torch.schedules import ENDED, LoopSchedule, compare_with_run, length_of, steps_of
+from raysgd.torch.schedules import Scheduling
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.skipped_steps import LeaveOut
 from raysgd.torch.step_options import (
     Accumulate,
     CallOnStep,
     Clip,
+    DuringExchange,
     Hold,
     KeepMetrics,
     KeepSettings,
     Rates,
-    ReadAhead,
-    Rebound,
+    ReadAfterLaunch,
+    WatchAttributes,
     samples_in,
     scaling,
 )
-from raysgd.torch.stepping import Stepping
 from raysgd.torch.weights import Counted, Weigh, counted_by_criterion, counted_by_model
 from raysgd.torch.whole_gradients import WholeGradients
-from raysgd.training.feed import NoFeed
 from raysgd.training.operator_base import Schedule, each_loader
-from raysgd.training.step import Policies, Policy
+from raysgd.training.step import Policies
+from raysgd.training.step_policy import Policy
 
 LABELS = "labels"  # in a batch that is a dictionary, as models of transformers take it
 NO_LOSS = (
@@ -76,7 +80,21 @@ NOT_REGISTERED = (
 )
 
 
-class TrainingOperator(Stepping):
+REGISTERED_AGAIN = (
+    "setup calls self.register() a second time: only the parts of the last call are trained and saved. Pass all models and "
+    "optimizers in one call"
+)
+STRAYS = (
+    "the optimizer %s holds parameters that no registered model has: %d. raysgd neither saves nor averages them. If a layer was replaced "
+    "after the optimizer was created, create it after that; otherwise, register the module that has them, too"
+)
+REPLACED = (
+    "self.%s is no longer the optimizer that setup has registered: raysgd saves that one, and checkpoints and new workers lack the "
+    "other. Change the registered one, for example with self.%s.param_groups, or create a trainer with another setup"
+)
+
+
+class TrainingOperator(Scheduling):
     """Defines the model and the data, and what to do with a batch, in an epoch and in a validation.
 
         class Digits(TrainingOperator):
@@ -105,78 +123,97 @@ class TrainingOperator(Stepping):
         rank_info: RankInfo | None = None,
     ) -> None:
         settings = settings or TorchSettings()
-        super().__init__(config, settings, rank_info)
         self._device = torch.device("cuda:0" if settings.use_gpu else "cpu")
-        self._parts = Parts(
+        parts = Parts(
             options=settings.options,
             exchange=settings.exchange(),
             averages=Averages(settings.ema_decay),
             precision=make_precision(settings.options.precision or "fp32", self._device),
         )
-        self._monitor = Monitor(settings.measures, self._parts)
+        internals = TorchInternals(settings, rank_info, parts, make_meter=DeviceMeters)
+        super().__init__(config, internals)
+        internals.monitor = Monitor(settings.measures, parts)
         rule, usual = settings.elastic.lr, settings.num_workers
         self._whole: WholeGradients | None = None
         if settings.asynchronous:
-            self._whole = WholeGradients(self._parts, sharded=settings.options.parallel == "fsdp")
-        self._rates = None if rule is None else Rates(lambda: scaling(rule, self.world_size, usual))
-        self._profiler = None if settings.profiler is None else Profiler(settings.profiler)
-        self._weigh = self._make_weigh(settings)
+            self._whole = WholeGradients(parts, sharded=settings.options.parallel == "fsdp")
+        self._rates = None if rule is None else Rates(lambda: scaling(rule, internals.rank_info.world_size, usual))
+        internals.profiler = None if settings.profiler is None else Profiler(settings.profiler)
+        internals.weigh = self._make_weigh(settings)
         own: Any = type(self).metrics  # which can be an attribute of older code, and not the hook
         self._metrics_hook = own if callable(own) else TrainingOperator.metrics
         self._has_metrics = self._metrics_hook is not TrainingOperator.metrics
-        self._leave_out = self._make_guard(settings)
-        self._part_states = PartStates(type(self), self._parts, self._device)
-        self._buffers = KeepBuffers(self._parts)
-        why = MAKES_STEPS if self._has_own_steps else RESIZES if self._overrides("resized") else None
-        self._rebound = Rebound(self)
-        self._keep_batch = KeepBatch(self._parts, settings, why)
+        internals.leave_out = self._make_guard(settings)
+        internals.part_states = PartStates(type(self), parts, self._device)
+        internals.buffers = KeepBuffers(parts)
+        internals.keep_batch = self._make_keep_batch(settings)
+        internals.dealer = Dealer(settings, internals, self._device)
+        self._attributes = WatchAttributes(self, parts)
         self._set_up()
         self._refuse_taken_names()
-        self._parts.keep_modes()
+        parts.end_setup()
+        parts.keep_modes()
         self._warn_of_eval_mode()
         self._warn_of_schedulers()
-        self._policies = Policies(self._make_policies(settings))
-        self._feed = NoFeed(self._policies)
+        internals.use(Policies(self._make_policies(settings)))
+        self._note_steps(parts.optimizers)  # after the hooks of the user
+        if parts.registered and type(self).train_epoch is TrainingOperator.train_epoch:
+            self._own_schedulers()  # raises ConfigError for what it cannot step
+
+    def _make_keep_batch(self, settings: TorchSettings) -> KeepBatch:
+        internals, method = self._internals, (self._overrides("train_batch", "train_epoch") or ["train_batch"])[0]
+        why = MAKES_STEPS if self._has_own_steps else RESIZES if self._overrides("resized") else None
+        return KeepBatch(self._parts, settings, internals.position, why, ranks_read=internals.ranks_read, method=method)
 
     def _make_weigh(self, settings: TorchSettings) -> Weigh:
-        averages_gradients = settings.distributed and settings.options.parallel is not None
+        averages_gradients = settings.adds_parts and settings.options.parallel is not None
         self._exact = exact = averages_gradients and settings.options.gradients == "samples"
         against = "gradients='ranks'" if averages_gradients else "parallel=None on several workers"
-        refused = against if settings.distributed and not exact else ""
+        refused = against if settings.adds_parts and not exact else ""
         # Where training a batch again would repeat more than a default method does.
         travel = settings.options.accumulate > 1 or bool(self._overrides("train_epoch", "train_batch", "backward"))
-        return Weigh(self._parts, lambda: self._rank_info.world_size, exact=exact, refused=refused, travel=travel)
+        return Weigh(
+            self._parts, lambda: self._internals.rank_info.world_size, exact=exact, refused=refused, travel=travel
+        )
 
     def _make_policies(self, settings: TorchSettings) -> list[Policy]:
-        """Return what takes part in steps, in the order in which it acts."""
-        parts, options, measures = self._parts, settings.options, settings.measures
+        """Make what takes part in steps, in the order in which it acts."""
+        parts, internals = self._parts, self._internals
+        options, measures, shares = settings.options, settings.measures, settings.elastic.shares
         accumulates, clips = options.accumulate > 1, options.clip_norm is not None or options.clip_value is not None
-        exact, in_parts = self._exact, settings.distributed and settings.elastic.batch == "auto"
+        exact, in_parts = self._exact, settings.adds_parts and settings.elastic.batch == "auto"
         own = self._overrides("train_epoch", "train_batch", "backward", "step", "skip_step")
         moves = bool(self._overrides("train_epoch", "train_batch"))
-        alone = accumulates or own or "seconds" in measures or not options.read_ahead
-        reads_ahead = settings.distributed and settings.wrap_ddp and self.device.type == "cpu" and not alone
+        # Whether code besides an optimizer may set its rate.
+        sets = bool(own or self._overrides("zero_grad") or self._has_metrics or parts.schedulers)
+        alone, on_cpu = accumulates or own or "seconds" in measures or not options.read_ahead, self.device.type == "cpu"
         wanted: list[tuple[bool, Any]] = [
-            (settings.distributed, self._buffers),  # whose sending the next one looks at
+            (not on_cpu and not alone, ReadAfterLaunch(parts, self.timers)),
+            (settings.adds_parts, internals.buffers),  # whose sending the next one looks at
             (self._whole is not None, self._whole),
             (True, parts.precision),
-            (moves and settings.distributed and options.parallel != "fsdp", KeepWeights(parts)),
-            (settings.distributed or accumulates, KeepSettings(parts)),
-            (in_parts, self._keep_batch),
-            (exact or accumulates, self._weigh),
+            (moves and settings.adds_parts and options.parallel != "fsdp", KeepWeights(parts)),
+            (accumulates or (settings.adds_parts and sets), KeepSettings(parts)),
+            (in_parts, internals.keep_batch),
+            (exact or accumulates, internals.weigh),
             ("train" in parts.metrics, KeepMetrics(parts)),
-            (self._leave_out.on, self._leave_out),
-            ("grad_norm" in measures, GradientNorm(self._monitor)),
-            ("seconds" in measures, Communication(self._monitor)),
-            (accumulates, Accumulate(parts, exact=exact)),
+            (internals.leave_out.on, internals.leave_out),
+            ("grad_norm" in measures, GradientNorm(internals.monitor)),
+            ("seconds" in measures, Communication(internals.monitor)),
+            (accumulates, Accumulate(parts, exact=exact, warn=internals.warn_once)),
             (accumulates or in_parts, Hold(parts)),
             (clips, Clip(parts)),
-            (reads_ahead, ReadAhead(parts, self.timers)),
+            (
+                on_cpu and settings.distributed and settings.wrap_ddp,
+                DuringExchange(parts, self.timers, internals.pace, reads=not alone),
+            ),
             (self._rates is not None, self._rates),
-            (bool(self._overrides("train_batch")) and not self._has_own_steps, self._rebound),
-            (self._profiler is not None, self._profiler),
-            (True, self._part_states),
-            (bool(self._overrides("on_step")), CallOnStep(self.on_step)),  # last, because it may raise an error
+            (bool(self._overrides("train_batch", "train_epoch")) and not self._has_own_steps, self._attributes),
+            (internals.profiler is not None, internals.profiler),
+            (True, internals.part_states),
+            # The last two may raise an error when the others have ended the step.
+            (bool(self._overrides("on_step")), CallOnStep(self.on_step)),
+            (shares == "speed" and in_parts, internals.dealer),
         ]
         return [policy for needed, policy in wanted if needed]
 
@@ -190,12 +227,27 @@ class TrainingOperator(Stepping):
                     f"setup sets self.{name} to {shown(value, 40)}, and {name} is a method of TrainingOperator, which training calls: "
                     "give the attribute another name"
                 )
+            if name in ("model", "criterion", "scheduler") and isinstance(value, Optimizer):
+                raise ConfigError(
+                    f"setup sets self.{name} to an optimizer, {type(value).__name__}: register() returns models, optimizers, criterion "
+                    "and schedulers in this order, without those that it did not get"
+                )
+        registered = set(map(id, self._parts.optimizers))
+        self._parts.held = {name: own for name, own in vars(self).items() if id(own) in registered}
+
+    def _warn_of_replaced(self) -> None:
+        """Warn if an optimizer that `setup` has registered is another object now."""
+        registered = set(map(id, self._parts.optimizers))
+        for name, held in self._parts.held.items():
+            own = vars(self).get(name)
+            if own is not None and own is not held and id(own) not in registered:
+                self._internals.warn_once(REPLACED, name, name)
 
     def _warn_of_eval_mode(self) -> None:
         stepped = {id(each) for each in self._parts.stepped_by(*self._parts.optimizers) if each.requires_grad}
         for model in self._parts.wrapped:
             if not model.training and any(id(each) in stepped for each in model.parameters()):
-                self._warn_once(EVAL_MODE, type(self.unwrapped(model)).__name__)
+                self._internals.warn_once(EVAL_MODE, type(self.unwrapped(model)).__name__)
 
     def _warn_of_schedulers(self) -> None:
         """Warn if `setup` has created a scheduler that it has not registered."""
@@ -203,7 +255,7 @@ class TrainingOperator(Stepping):
         known = {id(part) for each in registered for part in (each, *getattr(each, "_schedulers", ()))}
         for name, value in vars(self).items():
             if isinstance(value, LRScheduler) and id(value) not in known:
-                self._warn_once(NOT_REGISTERED, name, type(value).__name__, name)
+                self._internals.warn_once(NOT_REGISTERED, name, type(value).__name__, name)
 
     def _make_guard(self, settings: TorchSettings) -> LeaveOut:
         own, options = bool(self._overrides("skip_step")), settings.options
@@ -229,8 +281,9 @@ class TrainingOperator(Stepping):
         `last_part`, `rows`, and what was passed as `info`."""
         if "train_batch" not in self._complete_for:
             self._need("train_batch", "model", "optimizer", *self._needs_criterion)
+            self._check_optimizer()
         self.zero_grad(self.optimizer)  # first: the forward pass takes up memory that is still in the processor's cache
-        lap = self.timers.laps()
+        lap = self.timers.laps() if self.timers.enabled else bool  # which does nothing, without a call of Python
         with self.autocast():
             output, target, loss, count = self._forward(batch)
         lap("fwd")
@@ -242,7 +295,9 @@ class TrainingOperator(Stepping):
         lap("grad")
         self.step(self.optimizer)
         lap("apply")
-        measured = loss.detach() if count is None else (loss.detach(), count.value)
+        measured = loss.detach()
+        if count is not None:
+            setattr(measured, WEIGHT, count.value)
         result = {"train_loss": measured, NUM_SAMPLES: self._samples_in(batch, target)}
         return result | self._measured("train_", output, target) if self._has_metrics else result
 
@@ -257,8 +312,8 @@ class TrainingOperator(Stepping):
         nothing."""
 
     def skip_step(self, info: dict[str, Any]) -> bool:
-        """Return whether to leave out an optimizer's step. `info` has the loss that `self.backward`
-        got, as the mean over the step's samples on all ranks, with `global_step` and `epoch`. The
+        """Whether to leave out an optimizer's step. `info` has the loss that `self.backward` got,
+        as the mean over the step's samples on all ranks, with `global_step` and `epoch`. The
         gradients are exchanged already, and not yet clipped.
 
         If any rank returns True, no rank makes the step. An operator without this method costs
@@ -272,29 +327,29 @@ class TrainingOperator(Stepping):
             return super().validate(val_iterator, info)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Return loss and metrics of one `batch`. `batch_info`: see `train_batch`."""
+        """Compute loss and metrics of one `batch`. `batch_info`: see `train_batch`."""
         self._need("validate_batch", "model", *self._needs_criterion)
         with self.timers.record("eval_fwd"), self.autocast():
             output, target, loss, count = self._forward(batch)
-        measured = loss.detach() if count is None else (loss.detach(), count.value)
+        measured = loss.detach()
+        if count is not None:
+            setattr(measured, WEIGHT, count.value)
         result = {"val_loss": measured, NUM_SAMPLES: self._samples_in(batch, target)}
         return result | self._measured("val_", output, target)
 
     def metrics(self, output: Any, target: Any) -> dict[str, Any]:
-        """Return metrics of one batch besides the loss, from the model's `output` and the `target`:
-        with a model that has its own loss, the logits and the labels. If you override it, the
-        default `train_batch` reports them as `train_NAME`, and `validate_batch` as `val_NAME`. By
-        default, only a validation has one: the arg-max accuracy."""
+        """Compute metrics of one batch besides the loss, from the model's `output` and the
+        `target`: with a model that has its own loss, the logits and the labels. If you override it,
+        the default `train_batch` reports them as `train_NAME`, and `validate_batch` as `val_NAME`.
+        By default, only a validation has one: the accuracy."""
         # A model with its own loss may shift its labels, or have its classes in the last dimension.
         if not hasattr(self, "criterion") and (getattr(target, "ndim", 0) != 1 or target.is_floating_point()):
             return {}
-        if output.dim() > 1 and target.shape == output.shape[:1] + output.shape[2:]:
-            return {"accuracy": (output.argmax(dim=1) == target).float().mean()}
-        return {"accuracy": 0.0}
+        return {"accuracy": accuracy(output, target, getattr(self, "criterion", None))}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
-        """Return the model's output for one `batch` of `trainer.predict()`: a tensor with a row for
-        each sample, or a list, tuple or dict of such tensors. A batch is the features alone, or
+        """Compute the model's output for one `batch` of `trainer.predict()`: a tensor with a row
+        for each sample, or a list, tuple or dict of such tensors. A batch is the features alone, or
         `(*features, target)`, whose target is left out, as are the `labels` of a dictionary for a
         model with its own loss. `batch_info` has its `batch_idx`."""
         self._need("predict_batch", "model")
@@ -309,23 +364,23 @@ class TrainingOperator(Stepping):
     # -- helpers for custom loops ---------------------------------------------------------------------
 
     def sample_rng(self, index: Any) -> AbstractContextManager[None]:
-        """Return a context in which torch's, NumPy's and Python's random numbers on the CPU depend
-        on the trainer's `seed`, the epoch and the sample's `index` alone, and not on the rank that
-        has the sample. Afterwards they continue as before."""
+        """A context in which torch's, NumPy's and Python's random numbers on the CPU depend on the
+        trainer's `seed`, the epoch and the sample's `index` alone, and not on the rank that has the
+        sample. Afterwards they continue as before."""
         if self._settings.seed is None:
             raise ConfigError(
                 "sample_rng() derives its numbers from the trainer's seed, which is None: pass seed=... to it"
             )
-        return seeded_for(self._settings.seed, self._epochs_before(), index)
+        return seeded_for(self._settings.seed, max(self._internals.position.epoch - 1, 0), index)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context for the forward pass and the loss, in the precision of the trainer."""
+        """The context for the forward pass and the loss, in the precision of the trainer."""
         return self._parts.precision.autocast()
 
     def unwrapped(self, model: Any = None) -> Any:
-        """Return the module inside a registered `model`, by default the only one, for its
-        attributes and for a forward that only this rank makes: with several workers, `self.model`
-        is a DistributedDataParallel, whose forward and backward synchronize the ranks."""
+        """The module inside a registered `model`, by default the only one, for its attributes and
+        for a forward that only this rank makes: with several workers, `self.model` is a
+        DistributedDataParallel, whose forward and backward synchronize the ranks."""
         bare, wrapped = self._parts.models, self._parts.wrapped
         if model is None and len(bare) != 1:
             raise ConfigError(f"{len(bare)} models are registered: pass one of them, unwrapped(model)")
@@ -335,7 +390,7 @@ class TrainingOperator(Stepping):
         raise ConfigError(f"unwrapped() takes a model that register() returned, got {shown(model)}")
 
     def to_device(self, batch: Any) -> Any:
-        """Return a `batch` on this worker's device, where the loaders' batches are already."""
+        """Move a `batch` to this worker's device, where the loaders' batches are already."""
         return move(batch, self.device)
 
     # -- registration ---------------------------------------------------------------------------------
@@ -372,12 +427,14 @@ class TrainingOperator(Stepping):
         if parts.options.parallel is not None:
             refuse_wrapped(bare)
         check_parts(bare, parts.as_list(optimizers), criterion, parts.as_list(schedulers))
+        self._warn_of_parts(bare, parts.as_list(optimizers), criterion)
         if schedulers is not None and self.scheduler_step_freq is None:
             raise ConfigError(
                 "register got schedulers, but the trainer does not say when they step: pass it "
                 "scheduler_step_freq='batch', 'step', 'epoch' or 'manual'"
             )
-        if schedulers is None and self.scheduler_step_freq in STEPPED_BY_TRAINER and self._rank_info.world_rank == 0:
+        first, unused = self._internals.rank_info.world_rank == 0, schedulers is None
+        if first and unused and self.scheduler_step_freq in STEPPED_BY_TRAINER:
             logger.warning(
                 "scheduler_step_freq=%r has no effect, because register() got no schedulers: pass it schedulers=..., which are "
                 "then stepped, and saved in checkpoints",
@@ -387,9 +444,8 @@ class TrainingOperator(Stepping):
         if isinstance(criterion, nn.Module):
             criterion = criterion.to(self.device)
         bare = wrapping.formatted(bare, parts.options, distributed=self._is_distributed)
-        parts.models, parts.optimizers = self._parts.precision.prepare(
-            bare, parts.as_list(optimizers), dict(apex_args or {})
-        )
+        stepped, apex_args = parts.as_list(optimizers), dict(apex_args or {})
+        parts.models, parts.optimizers = parts.precision.prepare(bare, stepped, apex_args)
         parts.criterion, parts.schedulers = criterion, parts.as_list(schedulers)
         wrapping.compile_models(parts.models, parts.options)
         self._wrap(dict(ddp_args or {}))
@@ -402,8 +458,8 @@ class TrainingOperator(Stepping):
 
     def _watch(self, parts: Parts) -> None:
         """Register what acts at the steps of optimizers, in its order."""
-        if self._settings.distributed:
-            self._buffers.watch(parts.optimizers)
+        if self._settings.adds_parts:
+            self._internals.buffers.watch(parts.optimizers)
         if self._whole is not None:
             self._whole.watch(parts.optimizers)  # before others, which change gradients and rates
         if not self._has_own_steps:
@@ -411,7 +467,13 @@ class TrainingOperator(Stepping):
         parts.averages.watch(parts.models, parts.optimizers, precision=parts.options.precision)
         if self._rates is not None:
             self._rates.watch(parts.optimizers)
-        self._monitor.watch(clips_itself=self._has_own_steps)  # after the hook that scales what it measures
+        self._internals.monitor.watch(clips_itself=self._has_own_steps)  # after the hook that scales what it measures
+
+    def _warn_of_parts(self, *parts: Any) -> None:
+        if self._parts.registered:
+            self._internals.warn_once(REGISTERED_AGAIN)
+        for each in strays(*parts):
+            self._internals.warn_once(STRAYS, *each)
 
     def _check_arguments(self, criterion: Any, ddp_args: Any, apex_args: Any) -> None:
         if self._exact and getattr(criterion, "reduction", None) == "sum":
@@ -425,7 +487,7 @@ class TrainingOperator(Stepping):
                 raise ConfigError(f"{name} must be a dict of keyword arguments, got {given!r}")
         self._parts.options.check_ddp(ddp_args or {})
         if (ddp_args or {}).get("static_graph"):
-            self._keep_batch.why = STATIC_GRAPH
+            self._internals.keep_batch.why = STATIC_GRAPH
         if ddp_args and self._parts.options.parallel == "fsdp":
             raise ConfigError(
                 "register(ddp_args=...) is for DistributedDataParallel, but parallel is 'fsdp': leave one out"
@@ -470,65 +532,34 @@ class TrainingOperator(Stepping):
 
     # -- for the default methods ----------------------------------------------------------------------
 
-    def _keeps_rate(self, scheduler: Any) -> bool:
-        """Return whether a schedule has made its steps, although those with whom it was planned
-        would not need more until the end of this epoch. It keeps its last rate then."""
-        position, made, planned = self._feed.position, steps_of(scheduler), self._planned_steps
-        workers, saved = position.made_for or (self._settings.num_workers, None)
-        length = length_of(scheduler, saved=saved, planned=planned)
-        if length is None or made is None or made < length:
-            return False
-        needed = self._steps_by_now(workers)
-        if needed is None or needed > max(length, planned or 0):
-            return False
-        batches = 1 if self.scheduler_step_freq == SCHEDULER_STEP_BATCH else self._batches_per_step
-        left = -(-(position.call_expected - position.call_batches) // batches)
-        self._warn_once(ENDED, type(scheduler).__name__, length, made + left)
-        return True
+    def _change_with(self, function: Any) -> Any:
+        return self._attributes.watch(function) if self._is_distributed else function(self)
 
     def _begin_epoch(self) -> Schedule | None:
         set_modes(self._parts.modes)
-        schedulers, steps = self._own_schedulers(), self.scheduler_step_freq in STEPPED_BY_TRAINER
-        for each in schedulers:
-            compare_with_run(self, each)
-        return LoopSchedule(self, schedulers) if steps and schedulers else None
+        return super()._begin_epoch()
 
     def _epoch_info(self, num_steps: int | None) -> Mapping[str, Any]:
         return {NUM_STEPS: num_steps, USE_FP16: self.use_fp16}
 
     def _overrides(self, *names: str) -> list[str]:
-        """Return which of these methods the user has changed, in a class or on the object."""
+        """Find which of these methods the user has changed, in a class or on the object."""
         own = [name for name in names if getattr(type(self), name) is not getattr(TrainingOperator, name)]
         return own or [name for name in names if name in vars(self)]
 
-    @property
-    def _batches_per_step(self) -> int:
-        return self._settings.options.accumulate
-
     def _batches_per_epoch(self, workers: int) -> int | None:
         loader = self._train_data("train_loader")
-        return None if RayData.is_given_as(loader) else batches_per_epoch(loader, workers, divided=self._is_divided)
-
-    @property
-    def _is_divided(self) -> bool:
-        """Return whether raysgd divides the data, or one worker has all of it."""
-        return self._settings.add_dist_sampler or not self._settings.distributed
-
-    def _steps_by_now(self, workers: int) -> int | None:
-        """Return these workers' optimizer steps up to the end of this epoch, None if not known."""
-        batches = None if self._parts.train_loader is None else self._batches_per_epoch(workers)
-        if batches is None:
-            return None
-        return optimizer_steps(self._last_epoch, batches=batches, num_steps=None, window=self._batches_per_step)
+        return (
+            None
+            if RayData.is_given_as(loader)
+            else batches_per_epoch(loader, workers, divided=self._settings.divides_data)
+        )
 
     def _samples_in(self, batch: Any, target: Any = None) -> float:
-        drawn = self._feed.step.current
+        drawn = self._internals.feed.step.current
         if drawn.samples is not None and batch is drawn.batch:
             return drawn.samples
         return samples_in(batch if target is None else target)
-
-    def _validating(self) -> AbstractContextManager[Any]:
-        return self._parts.validating(self.world_size)
 
     def _wrap(self, ddp_args: dict[str, Any]) -> None:
         parts, options = self._parts, self._parts.options
@@ -539,15 +570,17 @@ class TrainingOperator(Stepping):
             parts.shards = Shards(
                 parts.models, parts.optimizers, self._configure_fsdp, self.device, replicas=options.replicas
             )
-            if not self._rank_info.solo:  # a replacement worker is sharded when it joins the others
+            if not self._internals.rank_info.solo:  # a replacement worker is sharded when it joins the others
                 parts.shards.joined()
         elif self._settings.wrap_ddp:
             parts.ddp_args = wrapping.ddp_arguments(options, ddp_args, self.device_ids)
-            parts.trained = [each for model in parts.models for each in model.parameters() if each.requires_grad]
+            parts.keep_parameters()
             parts.wrapped = self._configure_ddp(parts.models, self.device_ids, ddp_args)
             wrapping.adapt(parts.wrapped, parts.ddp_args, options, parts.calls)
+            if self.device.type != "cpu" and options.accumulate == 1:
+                self._internals.pace.newest = parts.newest_wait_s
         parts.exchange.prepare(parts.models, parts.optimizers)
-        if not self._rank_info.solo:
+        if not self._internals.rank_info.solo:
             parts.exchange.joined()
 
     def _configure_fsdp(self, model: nn.Module, mesh: Any) -> None:
@@ -567,24 +600,35 @@ class TrainingOperator(Stepping):
             for model in models
         ]
 
-    def _own_schedulers(self) -> list[Any]:
-        """Return the schedulers that the default loop steps: `self.scheduler`, or all registered
-        ones, also if `self.scheduler` is the list in which they were registered."""
-        own = getattr(self, "scheduler", None)
-        schedulers = [own] if callable(getattr(own, "step", None)) else self._parts.schedulers
-        for each in schedulers if self.scheduler_step_freq in STEPPED_BY_TRAINER else ():
-            check_steps_alone(each, str(self.scheduler_step_freq))
-        return schedulers
+    def _check_optimizer(self) -> None:
+        """Raise ConfigError for optimizers that the default `train_batch` cannot step."""
+        if self._overrides("zero_grad", "step"):
+            return
+        if isinstance(self.optimizer, (list, tuple)):
+            raise ConfigError(
+                f"the default train_batch steps one optimizer, and self.optimizer is a {type(self.optimizer).__name__} of "
+                f"{len(self.optimizer)}: override train_batch, and call self.step(optimizer) for each, or register one optimizer with "
+                "several parameter groups"
+            )
+        if isinstance(self.optimizer, LBFGS):
+            raise ConfigError(
+                "the default train_batch passes no closure to the optimizer, and LBFGS.step needs one: override train_batch, and call "
+                "self.optimizer.step(closure)"
+            )
 
     @property
     def _needs_criterion(self) -> list[str]:
         return [] if self._parts.criterion is None else ["criterion"]
 
     def _forward(self, batch: Any) -> tuple[Any, Any, Any, Counted | None]:
-        """Return the model's output for a batch, the target, the loss (of the criterion, or the
+        """Compute the model's output for a batch, the target, the loss (of the criterion, or the
         model's own without a criterion), and what it is a mean over, if that is not samples."""
         if hasattr(self, "criterion"):
-            *features, target = self._unpack(batch)
+            target = batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+            items = self._internals.feed.step.current.samples is None  # of the data set, which may be no batches
+            if items or not isinstance(target, torch.Tensor) or not target.dim():
+                self._check_batch(batch)
+            *features, target = batch
             output = self.model(*features)
             return output, target, self.criterion(output, target), counted_by_criterion(self.criterion, output, target)
         try:
@@ -603,22 +647,21 @@ class TrainingOperator(Stepping):
         return output, target, loss, count
 
     def _measured(self, prefix: str, output: Any, target: Any) -> dict[str, Any]:
-        """Return what the method `metrics` returns, also if the user has an attribute of that
-        name."""
+        """What the method `metrics` returns, also if the user has an attribute of that name."""
         with torch.no_grad():
             found = self._metrics_hook(self, output, target)
         if not isinstance(found, dict):
             raise TypeError(f"{type(self).__name__}.metrics must return a dict of metrics, got {shown(found)}")
         return {f"{prefix}{name}": value for name, value in found.items()}
 
-    def _unpack(self, batch: Any) -> Any:
+    def _check_batch(self, batch: Any) -> None:
         loader = self._parts.train_loader
         # Whether the training loader returns each item of its data set as a batch.
         items = isinstance(loader, DataLoader) and loader.batch_size is None and loader.batch_sampler is None
         if isinstance(batch, (tuple, list)) and len(batch) >= 2:
             target = batch[-1]
             if isinstance(target, torch.Tensor) and target.dim() and not items:
-                return batch
+                return
             if isinstance(batch[-1], (int, float)) or (isinstance(batch[-1], torch.Tensor) and not batch[-1].dim()):
                 raise ConfigError(
                     f"the default batch methods take batches, but the target of this one is a single number, {batch[-1]!r:.40}. "
@@ -632,7 +675,7 @@ class TrainingOperator(Stepping):
                     "returns each item of its data set as a batch: pass batch_size=n, or let the data set return complete batches. "
                     "If these are batches, override train_batch and validate_batch"
                 )
-            return batch
+            return
         kind, hint = type(batch).__name__, ""
         if isinstance(batch, (tuple, list, torch.Tensor)):
             of_one = f" of one {type(batch[0]).__name__}" if not isinstance(batch, torch.Tensor) and batch else ""
@@ -646,21 +689,21 @@ class TrainingOperator(Stepping):
 
     @property
     def device(self) -> torch.device:
-        """Return the device of models and batches."""
+        """The device of models and batches."""
         return self._device
 
     @property
     def part_state(self) -> dict[str, Any]:
-        """Return the dict of the part of the batch that `train_batch` has now
-        (`batch_info["part"]`), for what it keeps from one batch to the next, such as a hidden
-        state: values that can be pickled, and tensors, detached.
+        """The dict of the part of the batch that `train_batch` has now (`batch_info["part"]`), for
+        what it keeps from one batch to the next, such as a hidden state: values that can be
+        pickled, and tensors, detached.
 
         Each part has its own, empty at first. Change it before the backward pass. If a step is
         undone, it is as before that step. Checkpoints and snapshots contain all of them, and each
         goes with its part to another worker. If the only worker that has it fails, it is empty
         again, which the log says. After a load, its tensors are on this worker's device. It is
         there only while `train_batch` runs."""
-        return self._part_states.of(self._feed)
+        return self._internals.part_states.of(self._internals.feed)
 
     @property
     def _is_distributed(self) -> bool:
@@ -671,12 +714,8 @@ class TrainingOperator(Stepping):
         return [self.device.index or 0] if self.device.type == "cuda" else None
 
     @property
-    def scheduler_step_freq(self) -> str | None:
-        return self._settings.scheduler_step_freq
-
-    @property
     def use_fp16(self) -> bool | Literal["apex"]:
-        """Return RaySGD's name of the precision."""
+        """RaySGD's name of the precision."""
         precision = self._settings.options.precision
         return "apex" if precision == "apex" else precision == "fp16"
 
@@ -690,7 +729,7 @@ class TrainingOperator(Stepping):
 
     @property
     def _amp(self) -> Any:
-        """Return Apex's amp, or the native precision: RaySGD's operators call its autocast()."""
+        """Apex's amp, or the native precision: RaySGD's operators call its autocast()."""
         native = self._parts.precision if self._parts.precision.key == "amp_native" else None
         return getattr(self._parts.precision, "amp", native)
 
@@ -702,21 +741,19 @@ class TrainingOperator(Stepping):
 
     @classmethod
     def from_creators(cls, *creators: Any, **named: Any) -> type[TrainingOperator]:
-        """Return an operator class made from creator functions, in this order or by name:
-        model_creator, optimizer_creator, data_creator, loss_creator, scheduler_creator."""
-        # Imported here, because that module's class is a subclass of this one.
-        made: type[TrainingOperator] = import_module("raysgd.torch.creators").operator_from_creators(*creators, **named)
+        """Make an operator class from creator functions, in this order or by name: model_creator,
+        optimizer_creator, data_creator, loss_creator, scheduler_creator."""
+        made: type[TrainingOperator] = offers.operator_from_creators(*creators, **named)
         return made
 
     @classmethod
     def from_ptl(
         cls, lightning_module_cls: Any, train_dataloader: Any = None, val_dataloader: Any = None
     ) -> type[TrainingOperator]:
-        """Return an operator class made from `lightning_module_cls`, a LightningModule class
-        (extra: lightning). It has its own loaders, unless `train_dataloader` and `val_dataloader`
-        are passed."""
-        module = import_module("raysgd.torch.lightning.operator")
-        made: type[TrainingOperator] = module.operator_from_lightning(
+        """Make an operator class from `lightning_module_cls`, a LightningModule class (extra:
+        lightning). It has its own loaders, unless `train_dataloader` and `val_dataloader` are
+        passed."""
+        made: type[TrainingOperator] = offers.operator_from_lightning(
             lightning_module_cls, train_dataloader, val_dataloader
         )
         return made
@@ -740,7 +777,7 @@ def with_own_loss(model: Any, batch: Any) -> tuple[Any, Any]:
 
 
 def takes(model: Any, batch: Any) -> bool:
-    """Return whether the model's `forward` has parameters for this batch."""
+    """Whether the model's `forward` has parameters for this batch."""
     given, named = _as_arguments(batch)
     try:
         signature(getattr(model, "module", model).forward).bind(*given, **named)

@@ -17,6 +17,7 @@ from raysgd.config import (
     at_least,
     check_flags,
     is_real,
+    object_of,
     one_of,
     refuse,
     refuse_comparison,
@@ -74,11 +75,25 @@ EXCLUDED: Exclusions = (
         "each worker sees the gradients of its shard only, so they could not agree on skipping a step: use 'fp32' or 'bf16'",
     ),
 )
+
+
+def _uneven(shares: Any) -> bool:
+    return bool(shares != "equal")
+
+
 EXCLUDED_WITH_SEVERAL_WORKERS: Exclusions = (
     (
         {"name": bool, "parallel": ("fsdp",)},
         "each worker has only a part of a sharded model, which outlives its script in checkpoints. Leave out name, and pass "
         "checkpoints=AutoCheckpoint(...) and resume='auto'",
+    ),
+    (
+        {"shares": _uneven, "parallel": ("fsdp",)},
+        "each forward pass of a sharded model needs all workers, so they make equally many. Leave shares out, or pass parallel='ddp'",
+    ),
+    (
+        {"shares": _uneven, "sync_batchnorm": bool},
+        "SyncBatchNorm needs all workers in each forward pass, so they make equally many. Leave one of them out",
     ),
     (
         {"sync_batchnorm": bool, "use_gpu": (False,)},
@@ -114,7 +129,7 @@ class TrainingOptions:
         parallel        "ddp": every worker holds the model; "fsdp": each holds a part of it; None: models are not
                         wrapped, and you average the gradients; "auto" (the default): "ddp", or None with `wrap_ddp=False`
         replicas        with "fsdp": on how many workers each shard is; `num_workers` must be a multiple of it
-        accumulate      batches per optimizer step
+        accumulate      batches per optimizer step; self.backward(loss) gets the loss of each batch, not divided
         gradients       "samples": a step's gradient is the mean over its samples, also if the ranks have different numbers of
                         them; "ranks": it is the mean over the ranks of their means, as DistributedDataParallel computes it
         clip_norm       largest norm of all gradients of an optimizer together; None: no clipping
@@ -208,13 +223,11 @@ class TrainingOptions:
 
     @staticmethod
     def checked(options: object) -> TrainingOptions:
-        """Return a trainer's `options`, for None the default ones. Raise ConfigError for others."""
-        if options is not None and not isinstance(options, TrainingOptions):
-            raise ConfigError(f"options must be a raysgd.TrainingOptions, got {options!r}")
-        return options or TrainingOptions()
+        """A trainer's `options`, for None the default ones. Raise ConfigError for others."""
+        return object_of(TrainingOptions, "options", options) or TrainingOptions()
 
     def resolved(self, *, wrap_ddp: Any = None, use_fp16: Any = None) -> TrainingOptions:
-        """Return the options with a definite `parallel` and `precision`. RaySGD's names for them,
+        """The options with a definite `parallel` and `precision`. RaySGD's names for them,
         `wrap_ddp` and `use_fp16`, decide where the options do not. Raise ConfigError if both were
         passed and differ."""
         return replace(self, parallel=self._parallel_with(wrap_ddp), precision=self._precision_with(use_fp16))
@@ -246,12 +259,12 @@ class TrainingOptions:
 
     @property
     def hook_name(self) -> str | None:
-        """Return the name of `comm_hook`."""
+        """The name of `comm_hook`."""
         return self.comm_hook.get("name", "") if isinstance(self.comm_hook, Mapping) else self.comm_hook
 
     @property
     def hook_args(self) -> dict[str, Any]:
-        """Return the arguments of `comm_hook`, without its name."""
+        """The arguments of `comm_hook`, without its name."""
         given = self.comm_hook if isinstance(self.comm_hook, Mapping) else {}
         return {name: value for name, value in given.items() if name != "name"}
 

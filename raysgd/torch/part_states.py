@@ -17,7 +17,8 @@ from raysgd.torch.parts import Parts, move
 from raysgd.torch.skipped_steps import gathered_objects, summed
 from raysgd.training.feed import Feed, NoFeed
 from raysgd.training.position import Position
-from raysgd.training.step import Policy, Step
+from raysgd.training.step import Step
+from raysgd.training.step_policy import Policy
 
 logger = logging.getLogger("raysgd")
 
@@ -47,30 +48,35 @@ class PartStates(Policy):
     def __init__(self, kind: type, parts: Parts, device: torch.device) -> None:
         self._parts, self._device = parts, device
         self._used = self._shown = _shows_use(kind)  # on all ranks
+        self._alone = False
         self._held: dict[int, dict[str, Any]] = {}
         self._running: dict[tuple[int, bool], dict[str, Any]] = {}  # copies, by part and whether its samples count
         self._position = Position()
         # What the newest step has made of them if it was undone, and how many steps were made before it.
         self._undone: tuple[int, dict[int, dict[str, Any]]] = (0, {})
 
+    @property
+    def in_usual_steps(self) -> bool:  # type: ignore[override]
+        return self._used or self._alone  # so that its first use needs no agreement
+
     def of(self, feed: Feed | NoFeed) -> dict[str, Any]:
-        """Return the dict of the part that is trained now."""
+        """The dict of the part that is trained now."""
         step, part = feed.step, feed.step.current.part
         if not isinstance(feed, Feed) or not feed.training or step.ended:
             raise ConfigError(ELSEWHERE)
         if not self._used:
             self._used = True
-            if feed.rank_info.world_size > 1:
+            if feed.rank_info.world_size > 1 or self.on_step not in step.policies.on_step:
                 raise TrainAgain(LATE)
         place = part, step.current.fresh
         if place not in self._running:
-            if self._held and part not in self._held:
+            if part not in self._held and any(self._held.values()):
                 logger.warning(LOST, part)
             self._running[place] = mapped(_copied, self._held.get(part, {}))
         return self._running[place]
 
     def on_epoch(self, feed: Feed) -> None:
-        self._position = feed.position
+        self._position, self._alone = feed.position, feed.rank_info.world_size == 1
 
     def on_step(self, step: Step) -> None:
         if not self._used:
@@ -105,11 +111,11 @@ class PartStates(Policy):
         self._held = {part: each for _, held in found for part, each in held.items()} | self._held
 
     def agreed(self, due: bool, *, first: bool) -> bool:
-        """Return whether a snapshot is due on the `first` rank, if all ranks take part in it."""
+        """Whether a snapshot is due on the `first` rank, if all ranks take part in it."""
         return summed([due and first], self._device, self._parts.calls.control)[0] > 0 if self._used else due
 
     def state(self) -> dict[str, Any]:
-        """Return the entry of states, if there is one."""
+        """The entry of states, if there is one."""
         return {NAME: self._held} if self._used else {}
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from raysgd.core.progress import Control
+from raysgd.core.control import Control
 from raysgd.errors import ConfigError, shown
 from raysgd.torch import wrapping
 from raysgd.torch.averages import Averages
-from raysgd.torch.foreign import multiply_all
+from raysgd.torch.foreign import exposed_communication_s, measure_communication, multiply_all, unnoticed
 from raysgd.torch.fsdp import Shards
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.precision import Precision
@@ -36,6 +36,19 @@ UNFROZEN = (
     "average its gradients. Register the model unfrozen, with ddp_args={{'find_unused_parameters': True}}, and freeze it in train_batch: "
     "self.body.requires_grad_(batch_info['epoch_idx'] >= 2)"
 )
+NEW = (
+    "the parameter {name} of {model} is new since self.register(), so DistributedDataParallel does not average its gradients: replace "
+    "layers before that, and create the optimizer after it"
+)
+LEFT = (
+    "setup has frozen the parameter {name} after self.register(), or replaced it, as tied weights do, so it gets no gradient, for which "
+    "DistributedDataParallel waits: do that before self.register(), or pass ddp_args={{'find_unused_parameters': True}} to it"
+)
+REGROUPED = (
+    "the optimizer {optimizer} has parameter groups of {now} parameters, and had {before} at the end of setup, so no replacement worker "
+    "and no other script can load its state. Register it with all groups, and freeze those that train later in train_batch: "
+    "self.body.requires_grad_(batch_info['epoch_idx'] >= 2), on several workers with ddp_args={{'find_unused_parameters': True}}"
+)
 
 
 @dataclass
@@ -45,8 +58,13 @@ class Parts(RegisteredParts):
 
     wrapped: list[nn.Module] = field(default_factory=list)
     schedulers: list[Any] = field(default_factory=list)
+    held: dict[str, Any] = field(default_factory=dict)  # the operator's attributes that `setup` has set to optimizers
+    schedules_at: dict[int, Any] = field(default_factory=dict)  # each one's steps after raysgd's loop, by its id
     ddp_args: dict[str, Any] = field(default_factory=dict)
-    trained: list[nn.Parameter] = field(default_factory=list)  # when the models were wrapped
+    # Those that trained when the models were wrapped, each with the number of its model, and its name.
+    trained: dict[nn.Parameter, tuple[int, str]] = field(default_factory=dict)
+    frozen: list[nn.Parameter] = field(default_factory=list)  # at that time
+    groups: list[list[int]] = field(default_factory=list)  # how many parameters each optimizer's have after `setup`
     train_loader: Any = None
     validation_loader: Any = None
     test_loader: Any = None
@@ -61,26 +79,27 @@ class Parts(RegisteredParts):
 
     @staticmethod
     def is_single(value: Any) -> bool:
-        """Return whether this is one object, even if it can be iterated, as a Sequential."""
+        """Whether this is one object, even if it can be iterated, as a Sequential."""
         if isinstance(value, (nn.Module, Optimizer, str, bytes, dict)) or hasattr(value, "step"):
             return True
         return not isinstance(value, Iterable)
 
     @property
     def shards_made(self) -> bool:
-        """Return whether the models are sharded."""
         return self.shards is not None and self.shards.made
 
     def stepped_by(self, *optimizers: Any) -> list[torch.Tensor]:
-        """Return the tensors that the steps of these optimizers change: the parameters, or with
-        Apex, copies of them."""
+        """The tensors that the steps of these optimizers change: the parameters, or with Apex,
+        copies of them."""
         return [tensor for each in optimizers for tensor in self.precision.parameters(each)]
 
     def multiply_gradients(self, factor: Any) -> None:
         """Multiply the gradients that this rank has computed and not exchanged, in place."""
         # Once each, because two optimizers may step the same parameter.
         found = {id(each): each.grad for each in self.stepped_by(*self.optimizers)}
-        multiply_all([each for each in found.values() if each is not None], factor)
+        held = [each for each in found.values() if each is not None]
+        with unnoticed(held):  # unlike what user code does to them
+            multiply_all(held, factor)
         multiply_all(self.shards.unexchanged_gradients() if self.shards else [], factor)
 
     def rewrap(self) -> None:
@@ -92,15 +111,43 @@ class Parts(RegisteredParts):
         wrapping.rewrap(self.wrapped, self.trained, self.ddp_args, self.options, self.calls)
         self.exchange.joined()
 
-    def refuse_unfrozen(self) -> None:
+    def keep_parameters(self) -> None:
+        """Note the parameters that DDP will know."""
+        named = [(each, (at, name)) for at, model in enumerate(self.models) for name, each in model.named_parameters()]
+        self.trained = {each: place for each, place in named if each.requires_grad}
+        self.frozen = [each for each, _ in named if not each.requires_grad]
+
+    def end_setup(self) -> None:
+        """Note the optimizers' groups. Raise ConfigError if `setup` has left parameters without
+        gradients for which DDP waits."""
+        self.groups = self._groups_now()
+        for at, (model, wrapper) in enumerate(zip(self.models, self.wrapped, strict=True)):
+            trained = {id(each) for each in model.parameters() if each.requires_grad}
+            known = {name: id(each) in trained for each, (place, name) in self.trained.items() if place == at}
+            ignored = getattr(wrapper, "parameters_to_ignore", ())
+            left = [name for name, trains in known.items() if not trains and name not in ignored]
+            if not left or not any(known.values()) or not isinstance(wrapper, DistributedDataParallel):
+                continue  # DDP does not wait if no parameter gets a gradient
+            if not (wrapper.find_unused_parameters or wrapper.static_graph):
+                raise ConfigError(LEFT.format(name=left[0]))
+
+    def _groups_now(self) -> list[list[int]]:
+        return [[len(group["params"]) for group in getattr(each, "param_groups", ())] for each in self.optimizers]
+
+    def refuse_changed(self, *, replaceable: bool) -> None:
         """Raise ConfigError for a parameter that DDP does not know, because it was frozen when the
-        models were registered."""
-        known = {id(each) for each in self.trained}
+        models were registered, or is new, and, in a process that is `replaceable`, for groups that
+        an optimizer's saved state does not fit."""
+        for optimizer, now, before in zip(self.optimizers, self._groups_now(), self.groups, strict=False):
+            if now != before and replaceable:
+                raise ConfigError(REGROUPED.format(optimizer=type(optimizer).__name__, now=now, before=before))
+        known, frozen = ({id(each) for each in some} for some in (self.trained, self.frozen))
         for model, wrapper in zip(self.models, self.wrapped, strict=True) if self.ddp_args else ():
             ignored = getattr(wrapper, "parameters_to_ignore", ())
             for name, each in model.named_parameters():
                 if each.requires_grad and id(each) not in known and name not in ignored:
-                    raise ConfigError(UNFROZEN.format(name=name, model=type(model).__name__))
+                    text = UNFROZEN if id(each) in frozen else NEW
+                    raise ConfigError(text.format(name=name, model=type(model).__name__))
 
     def keep_modes(self) -> None:
         """Note the modes in which `setup` has left the models."""
@@ -114,13 +161,21 @@ class Parts(RegisteredParts):
     def _modes_now(self) -> dict[nn.Module, bool]:
         return {each: each.training for model in self.wrapped for each in model.modules()}
 
+    def newest_wait_s(self) -> float:
+        """Return for how long the newest step that DDP has measured has waited for the gradients of
+        other ranks."""
+        wrapped = [each for each in self.wrapped if isinstance(each, DistributedDataParallel)]
+        for each in wrapped:
+            measure_communication(each)  # a new generation has new ones
+        return sum(map(exposed_communication_s, wrapped))
+
     def begin_measuring(self, phase: str) -> None:
         """Reset the registered metric, because a new call begins."""
         if phase in self.metrics:
             self.metrics[phase].reset()
 
     def measured(self, phase: str) -> dict[str, Any]:
-        """Return the registered metric's values over all workers. All ranks call this."""
+        """The registered metric's values over all workers. All ranks call this."""
         metric = self.metrics.get(phase)
         if metric is None:
             return {}
@@ -132,9 +187,9 @@ class Parts(RegisteredParts):
 
     @contextmanager
     def validating(self, ranks: int) -> Iterator[None]:
-        """Return a context in which all ranks have the same models, in eval mode: the averaged
-        weights, if there are any, and the buffers of rank 0, whose models are saved. They all begin
-        it together. In it no rank waits for another one, because they validate different numbers of
+        """A context in which all ranks have the same models, in eval mode: the averaged weights, if
+        there are any, and the buffers of rank 0, whose models are saved. They all begin it
+        together. In it no rank waits for another one, because they validate different numbers of
         batches."""
         with self._buffers_of_rank_0(ranks), self.averages.in_place(), self._quiet():
             before = self._modes_now()
@@ -147,20 +202,20 @@ class Parts(RegisteredParts):
 
     @property
     def shares_buffers(self) -> bool:
-        """Return whether all ranks get the buffers of rank 0 in each step."""
+        """Whether all ranks get the buffers of rank 0 in each step."""
         return self.options.parallel is not None and wrapping.sends_buffers(self.ddp_args) is not False
 
     def own_buffers(self) -> set[str]:
-        """Return the names of the buffers that each rank has for itself, because a model says so to
+        """The names of the buffers that each rank has for itself, because a model says so to
         DDP."""
         wrapped = enumerate(self.wrapped)
         return {name_of(number, name) for number, each in wrapped for name in getattr(each, "parameters_to_ignore", ())}
 
     @contextmanager
     def _buffers_of_rank_0(self, ranks: int) -> Iterator[None]:
-        """Return a context in which the buffers (such as the running statistics of BatchNorm
-        layers) are those of rank 0, also if a call between steps has changed them. Afterwards,
-        models have their own again if the user has excepted them from that."""
+        """A context in which the buffers (such as the running statistics of BatchNorm layers) are
+        those of rank 0, also if a call between steps has changed them. Afterwards, models have
+        their own again if the user has excepted them from that."""
         named = {
             name_of(number, name): each
             for number, model in enumerate(self.models)
@@ -203,7 +258,7 @@ def set_modes(modes: Mapping[nn.Module, bool]) -> None:
 
 
 def name_of(model: int, buffer: str) -> str:
-    """Return what errors call a buffer of a model."""
+    """What errors call a buffer of a model."""
     return f"{buffer} of model {model}"
 
 
@@ -278,6 +333,16 @@ def check_parts(models: list[Any], optimizers: list[Any], criterion: Any, schedu
             )
 
 
+def strays(models: list[Any], optimizers: list[Any], criterion: Any) -> Iterator[tuple[str, int]]:
+    """Yield optimizers with how many of their parameters no registered part has."""
+    parts = [*models, *([criterion] if isinstance(criterion, nn.Module) else ())]
+    held = {id(parameter) for part in parts for parameter in part.parameters()}
+    for optimizer in optimizers:
+        groups = getattr(optimizer, "param_groups", None) or ()
+        if stray := {id(parameter) for group in groups for parameter in group["params"]} - held:
+            yield type(optimizer).__name__, len(stray)
+
+
 def _check_order(optimizers: list[Any], schedulers: list[Any]) -> None:
     for name, given, kind, other in (
         ("optimizers", optimizers, LRScheduler, "schedulers"),
@@ -304,7 +369,7 @@ def check_steps_alone(scheduler: Any, freq: str) -> None:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """Return a batch on the device: tensors, containers, and anything with `.to(device)`."""
+    """Move a batch to the device: tensors, containers, and anything with `.to(device)`."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     to: Callable[..., Any] | None = getattr(batch, "to", None)
@@ -321,7 +386,7 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 def _rebuilt(kind: type, content: dict[Any, Any]) -> Any:
-    """Return a dict of a subclass (transformers' BatchEncoding), made from its content."""
+    """Make a dict of a subclass (transformers' BatchEncoding) from its content."""
     try:
         return kind(content)
     except TypeError as error:

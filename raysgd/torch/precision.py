@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from raysgd.errors import ConfigError
-from raysgd.training.step import Policy, Step
+from raysgd.training.step import Step
+from raysgd.training.step_policy import Policy
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
@@ -25,7 +26,7 @@ class Precision(Policy):
     key = ""
 
     def prepare(self, models: list[Any], optimizers: list[Any], args: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-        """Return the models and optimizers to use. Called at registration, before the models are
+        """The models and optimizers to use. Called at registration, before the models are
         wrapped."""
         return models, optimizers
 
@@ -45,12 +46,11 @@ class Precision(Policy):
         """Called instead of `step`, after `unscale`, for a step that is left out."""
 
     def parameters(self, optimizer: Any) -> list[torch.Tensor]:
-        """Return what the optimizer's step changes; gradient clipping uses the gradients of
-        these."""
+        """What the optimizer's step changes; gradient clipping uses the gradients of these."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def skipped(self) -> int:
-        """Return how many steps of this call were skipped because gradients were not finite."""
+        """How many steps of this call were skipped because gradients were not finite."""
         return 0
 
     def forget_skipped(self) -> None:
@@ -222,7 +222,7 @@ class Apex(Precision):
 
 
 def find_apex() -> Any:
-    """Return Apex's amp module. Raise an ImportError that says what is installed instead."""
+    """Import Apex's amp module. Raise an ImportError that says what is installed instead."""
     try:
         return importlib.import_module("apex.amp")
     except ImportError as error:
@@ -239,7 +239,7 @@ def find_apex() -> Any:
 
 
 def make_precision(name: str, device: torch.device) -> Precision:
-    """Return the precision that a trainer's `precision` names."""
+    """Make the precision that a trainer's `precision` names."""
     if name in ("fp32", "apex"):
         return Apex() if name == "apex" else Precision()
     return {"bf16": Bf16, "fp16": Fp16}[name](device)

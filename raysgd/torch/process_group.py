@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,9 @@ from raysgd.errors import ConfigError, causes_of
 from raysgd.torch import nccl
 from raysgd.torch.foreign import (
     calls_made,
-    collective_counter,
+    collective_counters,
     forget_groups,
     groups,
-    no_collectives,
     set_collective_limit,
 )
 from raysgd.torch.fsdp import MESH
@@ -33,10 +32,11 @@ from raysgd.torch.interfaces import choose_interface
 from raysgd.torch.sockets import Connections, GlooConnections
 from raysgd.torch.store import addresses_of, connect, exchange_addresses, open_store, wait_for_all, without_secret
 
-# gloo raises plain RuntimeErrors. Only the names of its source files in the text distinguish them from a user's errors. The
-# text without one is that of the collectives that were waiting, too, when one exceeded its limit: other buckets of gradients.
+# gloo raises plain RuntimeErrors. Only the names of its source files in the text distinguish them from a user's errors: not
+# "ProcessGroupGloo::allgather: invalid tensor size", which is about the arguments of a call. The text without a name is that
+# of the collectives that were waiting, too, when one exceeded its limit: other buckets of gradients.
 GLOO = re.compile(
-    r"gloo/(transport|rendezvous|context|algorithm|allreduce|broadcast|common)|ProcessGroupGloo|\bgloo\b.*[Tt]imed out"
+    r"gloo/(transport|rendezvous|context|algorithm|allreduce|broadcast|common)|ProcessGroupGloo(?!::)|\bgloo\b.*[Tt]imed out"
     r"|^Application timeout caused pair closure"
 )
 
@@ -47,7 +47,7 @@ SHUT_EVERY_S = 0.1
 
 
 def name_for(asked: str | None, gpus: float) -> str:
-    """Return the backend for workers with so many GPUs each: the one that was `asked` for, or
+    """Choose the backend for workers with so many GPUs each: the one that was `asked` for, or
     None's: NCCL if each has a GPU of its own, else gloo. Raise ConfigError if NCCL cannot work
     there."""
     if flag_from_environment(NCCL_ANYWHERE) or asked == "gloo":
@@ -84,8 +84,8 @@ class TorchBackend:
         self._store_before: Any = None
         self._groups: list[Any] = []
         self._groups_before: list[Any] = []
-        self._count = no_collectives
-        self._counted: Any = None  # the default group when `_count` was made
+        self._counters: list[Callable[[], int]] = []
+        self._counted: Any = None  # the default group whose counters these are
         self._connections = Connections(listening=True)
         self._gloo = GlooConnections()
         self._rank_info = RankInfo(solo=True)
@@ -94,7 +94,7 @@ class TorchBackend:
 
     def __getstate__(self) -> dict[str, Any]:
         own = dict.fromkeys(("_store", "_store_before", "_counted"))  # these, and the others, cannot be pickled
-        return {**vars(self), **own, "_groups": [], "_groups_before": [], "_count": no_collectives}
+        return {**vars(self), **own, "_groups": [], "_groups_before": [], "_counters": []}
 
     # -- driver ---------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class TorchBackend:
             nccl.use()
             self._form_mesh(rank_info.world_size)
             self._check_not_aborted()
-        self._count, self._counted = collective_counter(MESH), dist.group.WORLD
+        self._counters, self._counted = collective_counters(MESH), dist.group.WORLD
 
     def _form_gloo(self, rank_info: RankInfo, given: dict[str, Any]) -> None:
         with self._gloo.forming():
@@ -184,7 +184,7 @@ class TorchBackend:
         return connect(settings, limit_s=self._join_s)
 
     def leave(self) -> None:
-        self._count, self._counted = no_collectives, None
+        self._counters, self._counted = [], None
         self._keep_groups()
         if self._groups:
             self._groups_before, self._groups = self._groups, []
@@ -245,16 +245,22 @@ class TorchBackend:
 
     def collectives(self) -> int:
         if dist.group.WORLD is not self._counted:  # a user's function has formed the group again
-            self._count, self._counted = collective_counter(MESH), dist.group.WORLD
-        return self._count()
+            self._counters, self._counted = collective_counters(MESH), dist.group.WORLD
+        total = 0 if self._counters else -1
+        try:
+            for read in self._counters:  # once for each batch, so without another function
+                total += read()
+        except RuntimeError:
+            return -1
+        return total
 
     def is_interruption(self, error: BaseException) -> bool:
         return is_peer_failure(error)
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Return whether a peer or the network failed, by the error's type or, for gloo, its text. An
-    error that was raised while such an error was handled counts, too."""
+    """Whether a peer or the network failed, by the error's type or, for gloo, its text. An error
+    that was raised while such an error was handled counts, too."""
     return any(
         isinstance(each, dist.DistError) or (isinstance(each, RuntimeError) and GLOO.search(str(each)) is not None)
         for each in causes_of(error)

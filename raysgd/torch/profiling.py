@@ -11,7 +11,8 @@ import torch
 
 from raysgd.callbacks.torch_profiler import ProfilerSettings
 from raysgd.training.feed import Feed
-from raysgd.training.step import Policy, Step
+from raysgd.training.step import Step
+from raysgd.training.step_policy import Policy
 
 
 class TraceKeeper:
@@ -33,7 +34,6 @@ class TraceKeeper:
             (also_in / path.name).write_bytes(self._traces[path.name])
 
     def taken(self) -> dict[str, bytes]:
-        """Return the new traces."""
         traces, self._traces = self._traces, {}
         return traces
 

@@ -21,10 +21,10 @@ TINY, SMALL, SHORT = 1024, 16 * BLOCK, 64
 CONVERTED = 256 * BLOCK  # how many elements of another type than float32 and float64 are converted at once
 
 
-def summary_of(operator: Any) -> Summary:
-    """Return what this rank reports: the parameters of the registered models; those of other
+def summary_of(operator: Any, parts: Any) -> Summary:
+    """Collect what this rank reports: the parameters of the registered models; those of other
     modules that the operator holds, if they train; and the settings of the optimizers."""
-    parts, named = operator._parts, {f"self.{name}": value for name, value in vars(operator).items()}
+    named = {f"self.{name}": value for name, value in vars(operator).items()}
     names = {id(each): name for name, each in named.items()}
     registered: dict[str, torch.Tensor] = {}
     for number, (bare, wrapped) in enumerate(zip(parts.models, parts.wrapped, strict=True)):
@@ -47,7 +47,7 @@ def summary_of(operator: Any) -> Summary:
 
 
 def _settings(label: str, optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's comparable settings: numbers, strings, and lists of them."""
+    """Collect an optimizer's comparable settings: numbers, strings, and lists of them."""
     found: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         of = label if len(optimizer.param_groups) == 1 else f"parameter group {number} of {label}"
@@ -57,7 +57,7 @@ def _settings(label: str, optimizer: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a setting as JSON can; None for objects, whose text differs between processes."""
+    """A setting as JSON has it; None for objects, whose text differs between processes."""
     if isinstance(value, torch.Tensor):
         return value.tolist() if value.numel() == 1 else None
     if value is None or isinstance(value, (bool, str)):
@@ -92,7 +92,7 @@ def _read(parameters: Mapping[str, Any]) -> dict[str, Products]:
 
 
 def _place(name: str, parameter: Any) -> str:
-    """Return a name that only ranks with the same part of this parameter use."""
+    """A name that only ranks with the same part of this parameter use."""
     if not hasattr(parameter, "to_local"):
         return name
     place = zip(parameter.device_mesh.get_coordinate(), parameter.placements, strict=True)
@@ -100,7 +100,7 @@ def _place(name: str, parameter: Any) -> str:
 
 
 def elements_of(tensor: Any) -> torch.Tensor:
-    """Return the elements of this rank in memory order. Dense tensors are not copied."""
+    """The elements of this rank in memory order. Dense tensors are not copied."""
     real: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     real = torch.view_as_real(real) if real.is_complex() else real
     if real.is_contiguous():
@@ -110,7 +110,7 @@ def elements_of(tensor: Any) -> torch.Tensor:
 
 
 def _products(flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return the products of a parameter's blocks, and the rest; a few elements as they are."""
+    """Compute the products of a parameter's blocks, and the rest; a few elements as they are."""
     size = flat.numel()
     if size <= TINY:
         return [flat]

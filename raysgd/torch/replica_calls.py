@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import astuple, replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -27,32 +28,40 @@ from raysgd.torch.fsdp import gathered
 from raysgd.torch.rank_comparison import elements_of
 from raysgd.torch.replica import TorchReplica
 from raysgd.training.loading import Refusal, agreed, take_over
+from raysgd.training.seeding import derived_seed
 from raysgd.training.writing import Report, reported
+
+NO_METRIC = (
+    "update_scheduler() calls the step(epoch) of a %s, which takes the metric %s for an epoch. It is for schedulers that follow a metric, "
+    "such as ReduceLROnPlateau: for others, pass scheduler_step_freq='epoch', 'step' or 'batch', and leave it out"
+)
 
 
 def update_scheduler(replica: TorchReplica, metric: Any) -> None:
-    schedulers = replica.operator._parts.schedulers
+    schedulers = replica.internals.parts.schedulers
     if not schedulers:
         raise TypeError("update_scheduler needs a scheduler: register one with self.register(schedulers=...)")
     for scheduler in schedulers:
+        if next(iter(signature(scheduler.step).parameters), "") == "epoch":
+            replica.internals.warn_once(NO_METRIC, type(scheduler).__name__, metric)
         scheduler.step(metric)
 
 
 def get_model(replica: TorchReplica, averaged: bool) -> list[Any] | None:
-    """Return copies of the unwrapped models on the CPU and in eval mode, on rank 0. The training
+    """Make copies of the unwrapped models on the CPU and in eval mode, on rank 0. The training
     models stay as they are."""
-    first, parts = replica.rank == 0, replica.operator._parts
+    first, parts = replica.rank == 0, replica.internals.parts
     with parts.averages.in_place() if averaged else nullcontext():
         if parts.shards is not None:
             saved = gathered([model.state_dict() for model in parts.models], keep=first)
-            replica._control.ensure_whole()
+            replica.control.ensure_whole()
             return [model.eval() for model in parts.shards.full_models(saved)] if first else None
         return [copy.deepcopy(model).cpu().eval() for model in parts.models] if first else None
 
 
 def not_finite(replica: TorchReplica) -> str:
-    """Return the name of a parameter with elements that are infinite or NaN, if there is one."""
-    named = [pair for model in replica.operator._parts.models for pair in model.named_parameters()]
+    """The name of a parameter with elements that are infinite or NaN, if there is one."""
+    named = [pair for model in replica.internals.parts.models for pair in model.named_parameters()]
     own = {name: elements_of(each.detach()) for name, each in named if not is_lazy(each) and each.is_floating_point()}
     # Sums are ten times faster than a copy, and in float32 those of usable weights are finite.
     sums = [each.sum(dtype=torch.promote_types(each.dtype, torch.float32)).double() for each in own.values()]
@@ -60,31 +69,33 @@ def not_finite(replica: TorchReplica) -> str:
     return next((name for name, is_finite in zip(own, finite, strict=True) if not is_finite), "")
 
 
-def predict(replica: TorchReplica, data: Any, batch_size: int) -> Any:
-    """Return this rank's outputs, each with the place of its step in the data. Training's random
-    numbers stay as they are."""
+def predict(replica: TorchReplica, data: Any, batch_size: int, number: int) -> Any:
+    """Compute this rank's outputs, each with the place of its step in the data. `number` is that of
+    the prediction. Training's random numbers stay as they are."""
     loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=batch_size)
-    places, operator, control = replica.places("predict"), replica.operator, replica._control
-    workers, on = replica.num_workers, operator.device
-    source = PlannedSource(loader, pad=False, parts=lambda ranks: max(ranks, workers), places=places, device=on)
+    places, operator, control = replica.places("predict"), replica.operator, replica.control
+    on = operator.device
+    source = PlannedSource(loader, pad=False, division=replica.internals.settings.evaluation, places=places, device=on)
     outputs: list[tuple[int, Any]] = []
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), operator._validating():
-        source.begin(0, replica._rank_info, replica._distributed)
-        for number, drawn in enumerate(source.batches(replica._rank_info, 0)):
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), replica.internals.validating():
+        if places is None:
+            torch.default_generator.manual_seed(derived_seed(torch.initial_seed(), number))
+        source.begin(number - 1, replica.internals.rank_info, replica.internals.settings.distributed)
+        for index, drawn in enumerate(source.batches(replica.internals.rank_info, 0)):
             if control.interrupted:
                 return Interrupted(None, "a peer failed", replica.progress)
-            batch = replica._carrier.arrived(replica._carrier.send(drawn.batch))
+            batch = replica.carrier.arrived(replica.carrier.send(drawn.batch))
             if places is not None and drawn.first is not None:
-                places.enter(epoch=1, offset=drawn.first)
-            outputs.append((drawn.offset, states.copied(operator.predict_batch(batch, {"batch_idx": number}))))
+                places.enter(epoch=number, offset=drawn.first)
+            outputs.append((drawn.offset, states.copied(operator.predict_batch(batch, {"batch_idx": index}))))
             if control.due():
-                control.report(replace(replica.progress, batches=number + 1))
+                control.report(replace(replica.progress, batches=index + 1))
     source.close()
     return outputs
 
 
 def joined(outputs: list[Any]) -> Any:
-    """Return the outputs of several batches as that of one: tensors are concatenated, also those in
+    """Join the outputs of several batches into that of one: tensors are concatenated, also those in
     containers."""
     first = outputs[0]
     if isinstance(first, torch.Tensor) and first.dim():
@@ -101,9 +112,9 @@ def joined(outputs: list[Any]) -> Any:
 
 
 def rows_that_differ(replica: TorchReplica) -> list[str]:
-    """Return the names of the loaders that have as many rows as in the state that was loaded, but
-    others. If a loader has another length, the user has changed the data on purpose."""
-    here = replica.rows_of(*replica.data_names)
+    """Name the loaders that have as many rows as in the state that was loaded, but others. If a
+    loader has another length, the user has changed the data on purpose."""
+    here = replica.rows.known(*replica.data_names)
     pairs = [
         (name, here[name], saved) for name, saved in replica.saved_rows.items() if name in here and here[name].indices
     ]
@@ -135,13 +146,13 @@ def load_again(
 
 def restore_shards(replica: TorchReplica, folder: Place, files: shard_files.Files, loads: int | None) -> Refusal | None:
     """Load a sharded checkpoint, of which each rank verifies some files."""
-    operator, ranks = replica.operator, replica.operator.world_size
+    parts, ranks = replica.internals.parts, replica.operator.world_size
     with closing(shard_files.ShardFolder(folder, files)) as source:
         _, refusal = agreed(replica, lambda: source.verify(replica.rank, ranks))  # before anything is unpickled
         if refusal is None:
             outline = partial(shard_files.read_outline, source.folder)
-            _, refusal = agreed(replica, lambda: check_fits(operator, states.shaped(outline())))
+            _, refusal = agreed(replica, lambda: check_fits(parts, states.shaped(outline())))
         if refusal is not None:
             return refusal
-        state = shard_files.read(source, operator)  # with the other ranks, so an error here must free them
+        state = shard_files.read(source, parts)  # with the other ranks, so an error here must free them
         return take_over(replica, lambda: state, loads)

@@ -11,18 +11,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysgd.core.progress import Control, Progress
+from raysgd.core.control import Control
+from raysgd.core.progress import Progress
 from raysgd.core.ranks import RankInfo
 from raysgd.core.shard_copies import Agreement, ShardCopy, Transfer, agreed, layout, rows, transfers
 from raysgd.core.tree import mapped
 from raysgd.errors import ConfigError
 from raysgd.torch.checkpoint import packing, states
 from raysgd.torch.foreign import without_step_pre_hooks
+from raysgd.torch.fsdp import DIVIDED
 from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.parts import Parts
 from raysgd.torch.skipped_steps import gathered_objects
 from raysgd.torch.step_options import settings_of
 
-PARTS = ("models", "optimizers", "averages")
 Path = tuple[Any, ...]
 Tensors = Mapping[Path, torch.Tensor | None]
 
@@ -62,12 +64,13 @@ class Resharding:
     def __init__(
         self,
         operator: TrainingOperator,
+        parts: Parts,
         rank_info: RankInfo,
         control: Control,
         progress: Callable[[], Progress],
         others: Callable[[], dict[str, Any]],
     ) -> None:
-        self._operator, self._replicas = operator, operator._parts.options.replicas
+        self._operator, self._parts, self._replicas = operator, parts, parts.options.replicas
         self._control, self._progress, self._others = control, progress, others
         self._ranks = rank_info.world_size
         # Generation, index and number of the live shards. The generation is -1 while there are none.
@@ -77,7 +80,7 @@ class Resharding:
         self.is_lost = False  # the ranks of this generation had too few shards for a state
         # An optimizer whose step waits for other ranks, and its settings.
         self._ready: tuple[Any, list[dict[str, Any]]] | None = None
-        for optimizer in operator._parts.optimizers:
+        for optimizer in parts.optimizers:
             if not hasattr(optimizer, "register_step_pre_hook"):
                 raise ConfigError(
                     "parallel='fsdp' needs torch optimizers, because all ranks agree on each step in a hook, got a "
@@ -99,7 +102,7 @@ class Resharding:
                 f"with parallel='fsdp' a closure cannot be passed to {type(optimizer).__name__}.step(), because all ranks must have the "
                 "gradients before the first one steps: compute them before the step"
             )
-        if self._ranks == 1 or not self._operator._parts.shards_made:
+        if self._ranks == 1 or not self._parts.shards_made:
             return
         self._ready = (optimizer, settings_of([optimizer]))
         arrived = torch.ones(1, device=self._operator.device)
@@ -126,7 +129,7 @@ class Resharding:
         """Divide the shards among the ranks that stay, while all ranks are there. All call this."""
         count, rank = self._live[2], dist.get_rank()
         holders = {each: each % count for each in range(dist.get_world_size())}
-        tree = _in_pieces(self._operator)
+        tree = _in_pieces(self._operator, self._parts)
         outline = _broadcast(_without_content(tree), 0, self._control)
         targets = {each: index for index, each in enumerate(stay)}
         moved = self._moved(outline, _locals(tree), holders, count, targets, len(stay))
@@ -139,7 +142,7 @@ class Resharding:
         generation, or the full state that all ranks were given. Return the state that this rank
         must adopt, None if it has it already, or if there is none (`is_lost`). All ranks call
         this."""
-        shards, rank = self._operator._parts.shards, rank_info.world_rank
+        shards, rank = self._parts.shards, rank_info.world_rank
         assert shards is not None
         if shards.made:
             shards.rest()
@@ -167,7 +170,7 @@ class Resharding:
         state = self._divided(rank_info, state, state if behind else mine, _locals(mine), agreement)
         if behind:
             return state
-        self._operator._parts.averages.load(state.get("averages"))
+        self._parts.averages.load(state.get("averages"))
         return None
 
     def _copy(self) -> ShardCopy:
@@ -175,23 +178,23 @@ class Resharding:
         return ShardCopy(generation, False, count, index, at.loads, at.applied, self._ready is not None)
 
     def _held(self) -> dict[ShardCopy, HeldShards | None]:
-        """Return what this rank holds; None stands for the live shards."""
+        """What this rank holds; None stands for the live shards."""
         if self._given is not None:
             return {}
-        has_live = self._operator._parts.shards_made and self._live[0] >= 0
+        has_live = self._parts.shards_made and self._live[0] >= 0
         # Those of an earlier generation are used if a user's `load_state_dict` has failed since.
         live = {self._copy(): None} if has_live and not (self._earlier and self._progress().loads < 0) else {}
         return {**live, **{each.copy: each for each in self._earlier}}
 
     def _used(self, held: Mapping[ShardCopy, HeldShards | None], agreement: Agreement, rank: int) -> HeldShards:
-        """Return what this rank has of the state that all agreed on."""
+        """Find what this rank has of the state that all agreed on."""
         place = agreement.generation, agreement.handed
         kept = held[next(each for each in held if (each.generation, each.handed) == place)]
         if kept is not None:
             return kept
         if rank in agreement.late:
             self._step_late()
-        return HeldShards(replace(self._copy(), ready=False), _in_pieces(self._operator))
+        return HeldShards(replace(self._copy(), ready=False), _in_pieces(self._operator, self._parts))
 
     def _step_late(self) -> None:
         """Make the step for which this rank is ready. The hooks before it have run: they clipped
@@ -213,7 +216,7 @@ class Resharding:
     ) -> dict[str, Any]:
         """Divide the shards that ranks hold among all ranks. Return the state with this rank's new
         shards, which the models have now."""
-        shards = self._operator._parts.shards
+        shards = self._parts.shards
         assert shards is not None
         index, new_count = self._place(rank_info)
         targets = {rank: rank % new_count for rank in range(rank_info.world_size)}
@@ -227,9 +230,9 @@ class Resharding:
 
     def _begin_empty(self, rank_info: RankInfo) -> None:
         """Shard the models without values, because a state is loaded next."""
-        shards = self._operator._parts.shards
+        shards = self._parts.shards
         assert shards is not None
-        shards.shard_again(shards.mesh(), None, [{} for _ in self._operator._parts.optimizers])
+        shards.shard_again(shards.mesh(), None, [{} for _ in self._parts.optimizers])
         self._given, self._earlier, self._ready = None, [], None
         self._live = (rank_info.generation, *self._place(rank_info))
 
@@ -242,7 +245,7 @@ class Resharding:
         targets: Mapping[int, int],
         new_count: int,
     ) -> dict[Path, Piece]:
-        """Return this rank's new rows of each tensor in the outline, which the holders send: one
+        """Collect this rank's new rows of each tensor in the outline, which the holders send: one
         tensor after the other. `own` are the rows that this rank holds."""
         moved, rank, device = {}, dist.get_rank(), self._operator.device
         for path, piece in _pieces(outline).items():
@@ -262,7 +265,7 @@ class Resharding:
 
 
 def _length(piece: Piece) -> int:
-    """Return how many rows the full tensor has; a tensor without dimensions has one."""
+    """How many rows the full tensor has; a tensor without dimensions has one."""
     return piece.shape[piece.dim or 0] if piece.shape else 1
 
 
@@ -275,7 +278,7 @@ def _exchanged(
     rank: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return the new rows of one tensor. `own` are this rank's rows of it, from row `first` on."""
+    """The new rows of one tensor. `own` are this rank's rows of it, from row `first` on."""
     dim, shape = piece.dim or 0, list(piece.shape) or [1]
     shape[dim] = new_rows[1] - new_rows[0]
     new = torch.empty(shape, dtype=piece.dtype, device=device)
@@ -304,10 +307,10 @@ def _exchanged(
 # -- states as trees ----------------------------------------------------------------------------------
 
 
-def _in_pieces(operator: TrainingOperator) -> dict[str, Any]:
-    """Return what is sharded of the state, with a `Piece` in place of each sharded tensor."""
-    state = states.gather(operator)
-    return {name: mapped(_piece, state[name]) for name in PARTS if name in state}
+def _in_pieces(operator: TrainingOperator, parts: Parts) -> dict[str, Any]:
+    """What is sharded of the state, with a `Piece` in place of each sharded tensor."""
+    state = states.gather(operator, parts)
+    return {name: mapped(_piece, state[name]) for name in DIVIDED if name in state}
 
 
 def _piece(value: Any, *_: Any) -> Any:
@@ -332,12 +335,12 @@ def _pieces(tree: Any, path: Path = ()) -> dict[Path, Piece]:
 
 
 def _locals(tree: Any) -> dict[Path, torch.Tensor | None]:
-    """Return this rank's rows of each sharded tensor in a tree."""
+    """This rank's rows of each sharded tensor in a tree."""
     return {path: piece.local for path, piece in _pieces(tree).items()}
 
 
 def _replaced(tree: Any, values: Mapping[Path, Any]) -> Any:
-    """Return a tree with these values in place of its pieces."""
+    """A tree with these values in place of its pieces."""
     return mapped(lambda leaf, *path: values[path] if isinstance(leaf, Piece) else leaf, tree)
 
 
@@ -346,7 +349,7 @@ def _without_content(tree: Any) -> Any:
 
 
 def _on_mesh(piece: Piece, mesh: Any) -> Any:
-    """Return the tensor whose rows on this rank are those of the piece."""
+    """Make the tensor whose rows on this rank are those of the piece."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     last = Replicate() if piece.dim is None else Shard(piece.dim)
@@ -357,7 +360,7 @@ def _on_mesh(piece: Piece, mesh: Any) -> Any:
 
 
 def _broadcast(value: Any, source: int, control: Control) -> Any:
-    """Return the value of one rank, with tensors on the CPU."""
+    """Send one rank's value to all, with tensors on the CPU."""
     buffer = io.BytesIO()
     if dist.get_rank() == source:
         torch.save(value, buffer)

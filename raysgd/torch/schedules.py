@@ -4,18 +4,24 @@ loop steps one. Worker."""
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, PolynomialLR
 
-from raysgd.constants import SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, SCHEDULER_STEP_MANUAL, SCHEDULER_STEP_STEP
+from raysgd.constants import (
+    SCHEDULER_STEP_BATCH,
+    SCHEDULER_STEP_EPOCH,
+    SCHEDULER_STEP_MANUAL,
+    SCHEDULER_STEP_STEP,
+    STEPPED_BY_TRAINER,
+)
 from raysgd.core.sampling_plan import optimizer_steps
 from raysgd.errors import ConfigError, counted
-from raysgd.torch.foreign import milestones_of, nested_schedulers
+from raysgd.torch.foreign import milestones_of, nested_schedulers, steps_of
+from raysgd.torch.parts import check_steps_alone
+from raysgd.torch.settings import TorchSettings
+from raysgd.torch.stepping import Stepping
 from raysgd.training.operator_base import Schedule
-
-if TYPE_CHECKING:
-    from raysgd.torch.operator import TrainingOperator
 
 ENDED = (
     "%s has made the %d steps for which it was planned, and this call ends with step %d. Training continues with its last learning "
@@ -26,6 +32,11 @@ OTHER_LENGTH = (
     "%s ends with its step %d, and makes %d until the end of this %s: %s. Make it for the epochs that are trained%s. Nothing to do if "
     "another length is meant"
 )
+STEPPED_BESIDE = (
+    "%s was stepped between two loops of raysgd (by update_scheduler(), in apply_all_operators(), or around super().train_epoch()), and "
+    "scheduler_step_freq=%r lets the trainer step it, too, so its learning rates come too early: remove one of the two, or pass "
+    "scheduler_step_freq='manual'. Nothing to do if further steps are meant"
+)
 COUNTED_BY_LOADER = "; len(loader) in setup has the batches of all workers"
 # Where a schedule has its length, and what comes after that, if it is not the last rate.
 LENGTHS = {
@@ -34,13 +45,6 @@ LENGTHS = {
     PolynomialLR: ("total_iters", "its learning rate is 0 then"),
     LinearLR: ("total_iters", ""),  # a warm-up can end at any time
 }
-
-
-def steps_of(scheduler: Any) -> Any:
-    """Return a number that changes whenever the scheduler steps, None if it has none."""
-    steps = getattr(scheduler, "last_epoch", None)
-    inner = nested_schedulers(scheduler)  # a ChainedScheduler has no counter of its own
-    return steps_of(inner[0]) if steps is None and inner else steps
 
 
 def step_in_order(scheduler: Any) -> None:
@@ -56,7 +60,7 @@ def step_in_order(scheduler: Any) -> None:
 
 
 def length_of(scheduler: Any, *, saved: int | None, planned: int | None) -> int | None:
-    """Return how many steps a scheduler has, if it is known: its own `total_steps`, or what
+    """How many steps a scheduler has, if it is known: its own `total_steps`, or what
     `total_steps()` returned in the run that made it, `saved`. A loaded LambdaLR has the functions
     of the running script, and so its length, `planned`."""
     own = getattr(scheduler, "total_steps", None)
@@ -65,14 +69,14 @@ def length_of(scheduler: Any, *, saved: int | None, planned: int | None) -> int 
     return planned if saved is None or isinstance(scheduler, LambdaLR) else saved
 
 
-def compare_with_run(operator: TrainingOperator, scheduler: Any) -> None:
+def compare_with_run(operator: Scheduling, scheduler: Any) -> None:
     """Warn if a schedule that begins has another length than the running loop, or if one ends in
     the call that begins."""
-    position, planned = operator._feed.position, operator._planned_steps
+    position, planned = operator._internals.feed.position, operator._internals.planned_steps
     known, made = _length_and_end(scheduler, planned), steps_of(scheduler)
     if known is None or made is None or position.call_batches or position.parked is not None:
         return
-    (length, end), epochs = known, 0 if made else operator._run_length[0] or 0
+    (length, end), epochs = known, 0 if made else operator._internals.epochs or 0
     by_user = operator.scheduler_step_freq == SCHEDULER_STEP_MANUAL
     here = _steps_in(operator, epochs or 1, operator._settings.num_workers)
     if here is None or (by_user and length != planned):
@@ -86,25 +90,28 @@ def compare_with_run(operator: TrainingOperator, scheduler: Any) -> None:
     else:
         return
     until = f"loop over {counted(epochs, 'epoch')}" if epochs else "call of train()"
+    until += f" with num_steps={operator._internals.num_steps}" * bool(operator._internals.num_steps)
     how = f", with self.total_steps(epochs={epochs or '...'})"
     how = "" if operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH else how + COUNTED_BY_LOADER * by_loader
-    operator._warn_once(OTHER_LENGTH, type(scheduler).__name__, length, total, until, consequence, how)
+    operator._internals.warn_once(OTHER_LENGTH, type(scheduler).__name__, length, total, until, consequence, how)
 
 
-def _goes_on(operator: TrainingOperator, most: int) -> bool:
-    """Return whether the epoch that begins needs more steps than these also with all workers.
-    Otherwise a schedule keeps its last rate."""
-    position, num_steps = operator._feed.position, operator._run_length[1]
+def _goes_on(operator: Scheduling, most: int) -> bool:
+    """Whether the epoch that begins needs more steps than these also with all workers. Otherwise a
+    schedule keeps its last rate."""
+    position, num_steps = operator._internals.feed.position, operator._internals.num_steps
     needed = _steps_in(operator, position.call_epoch, operator._settings.num_workers) or 0
     return num_steps is not None or (position.ended and needed > most)
 
 
-def _steps_in(operator: TrainingOperator, calls: int, workers: int) -> int | None:
-    """Return how many steps a schedule makes in calls of `train` like the running one."""
-    freq, num_steps = operator.scheduler_step_freq, operator._run_length[1]
-    if freq == SCHEDULER_STEP_EPOCH:
-        return calls if num_steps is None else None
+def _steps_in(operator: Scheduling, calls: int, workers: int) -> int | None:
+    """Count the steps that a schedule makes in calls of `train` like the running one."""
+    freq, num_steps = operator.scheduler_step_freq, operator._internals.num_steps
     batches = None if operator._parts.train_loader is None else operator._batches_per_epoch(workers) or None
+    if freq == SCHEDULER_STEP_EPOCH and num_steps is not None:
+        return None if batches is None else min(calls, calls * num_steps // batches)  # of the data, that end in a call
+    if freq == SCHEDULER_STEP_EPOCH:
+        return calls
     if freq is None or (batches is None and num_steps is None):
         return None
     window = 1 if freq == SCHEDULER_STEP_BATCH else operator._batches_per_step
@@ -112,7 +119,7 @@ def _steps_in(operator: TrainingOperator, calls: int, workers: int) -> int | Non
 
 
 def _length_and_end(scheduler: Any, planned: int | None) -> tuple[int, str] | None:
-    """Return after how many steps a schedule ends, and what comes then, if that is known."""
+    """Find after how many steps a schedule ends, and what comes then, if that is known."""
     if milestones := milestones_of(scheduler):
         last = _length_and_end(nested_schedulers(scheduler)[-1], None)
         return None if last is None else (milestones[-1] + last[0], last[1])
@@ -134,13 +141,21 @@ def stepped_twice(operator: str, scheduler: Any, freq: str) -> ConfigError:
 class LoopSchedule(Schedule):
     """Steps the schedulers of one loop, and checks that user code does not do that, too."""
 
-    def __init__(self, operator: TrainingOperator, schedulers: list[Any]) -> None:
+    def __init__(self, operator: Scheduling, schedulers: list[Any]) -> None:
         self._operator, self._schedulers = operator, schedulers
         self._per_epoch = operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
+        position = operator._internals.feed.position
+        if self._per_epoch and position.overdue:
+            self._step_all()
+            position.overdue = False
         self._steps = [steps_of(each) for each in schedulers]
+        known, operator._parts.schedules_at = operator._parts.schedules_at, {}
+        for each, steps in zip(schedulers, self._steps, strict=True):
+            if known.get(id(each), steps) != steps:
+                operator._internals.warn_once(STEPPED_BESIDE, type(each).__name__, operator.scheduler_step_freq)
 
     def end(self, *, failed: bool = False) -> None:
-        operator, step = self._operator, self._operator._feed.step
+        operator, step = self._operator, self._operator._internals.feed.step
         if failed:
             if step.outcome == "applied":  # so the batch counts
                 self._step()
@@ -153,15 +168,74 @@ class LoopSchedule(Schedule):
             self._steps = [steps_of(each) for each in self._schedulers]
 
     def end_epoch(self) -> None:
-        feed = self._operator._feed
+        feed = self._operator._internals.feed
         if self._per_epoch and feed.position.call_ended and not feed.stopped:  # otherwise, the call continues
-            for each in self._schedulers:
-                step_in_order(each)
+            self._step_all()
             feed.position.call_ended = False
+        self._operator._parts.schedules_at = {id(each): steps_of(each) for each in self._schedulers}
+
+    def _step_all(self) -> None:
+        for each in self._schedulers:
+            step_in_order(each)
 
     def _step(self) -> None:
         operator = self._operator
-        waits = operator.scheduler_step_freq == SCHEDULER_STEP_STEP and not operator._feed.step.closing
+        waits = operator.scheduler_step_freq == SCHEDULER_STEP_STEP and not operator._internals.feed.step.closing
         for each in () if self._per_epoch or waits else self._schedulers:
             if not operator._keeps_rate(each):
                 step_in_order(each)
+
+
+class Scheduling(Stepping):
+    """The part of torch's operators that steps schedulers in the default loop."""
+
+    _settings: TorchSettings
+
+    @property
+    def scheduler_step_freq(self) -> str | None:
+        return self._settings.scheduler_step_freq
+
+    @property
+    def _batches_per_step(self) -> int:
+        return self._settings.options.accumulate
+
+    def _own_schedulers(self) -> list[Any]:
+        """The schedulers that the default loop steps: `self.scheduler`, or all registered ones,
+        also if `self.scheduler` is the list in which they were registered."""
+        own = getattr(self, "scheduler", None)
+        schedulers = [own] if callable(getattr(own, "step", None)) else self._parts.schedulers
+        for each in schedulers if self.scheduler_step_freq in STEPPED_BY_TRAINER else ():
+            check_steps_alone(each, str(self.scheduler_step_freq))
+        return schedulers
+
+    def _begin_epoch(self) -> Schedule | None:
+        schedulers, steps = self._own_schedulers(), self.scheduler_step_freq in STEPPED_BY_TRAINER
+        schedule = LoopSchedule(self, schedulers) if steps and schedulers else None
+        for each in schedulers:
+            compare_with_run(self, each)
+        return schedule
+
+    def _keeps_rate(self, scheduler: Any) -> bool:
+        """Whether a schedule has made its steps, although those with whom it was planned would not
+        need more until the end of this epoch. It keeps its last rate then."""
+        position, made, planned = self._internals.feed.position, steps_of(scheduler), self._internals.planned_steps
+        workers, saved = position.made_for or (self._settings.num_workers, None)
+        length = length_of(scheduler, saved=saved, planned=planned)
+        if length is None or made is None or made < length:
+            return False
+        needed = self._steps_by_now(workers)
+        if needed is None or needed > max(length, planned or 0):
+            return False
+        batches = 1 if self.scheduler_step_freq == SCHEDULER_STEP_BATCH else self._batches_per_step
+        left = -(-(position.call_expected - position.call_batches) // batches)
+        self._internals.warn_once(ENDED, type(scheduler).__name__, length, made + left)
+        return True
+
+    def _steps_by_now(self, workers: int) -> int | None:
+        """Count these workers' optimizer steps up to the end of this epoch, None if not known."""
+        batches = None if self._parts.train_loader is None else self._batches_per_epoch(workers)
+        if batches is None:
+            return None
+        return optimizer_steps(
+            self._internals.last_epoch, batches=batches, num_steps=None, window=self._batches_per_step
+        )

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from raysgd.callbacks.torch_profiler import ProfilerSettings
-from raysgd.config import one_of
+from raysgd.config import check_flags, one_of
+from raysgd.core.sampling_plan import Division
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.settings import ReplicaSettings
@@ -18,23 +21,62 @@ class TorchSettings(ReplicaSettings):
     """Adds what only torch needs.
 
     options    those of the trainer, resolved
+    dtype      the script's default type of tensors; None: each process has its own
     wrap_ddp   whether `register` wraps models in DistributedDataParallel
     rows       `rows(name, dataset, deliver)` opens the rows of a Ray Dataset that a worker has made
     exchange   makes the object that averages gradients if the models are not wrapped asynchronous
                whether collective calls return before the device has made them, as NCCL's do
+    parts      into how many parts the trainer divides a batch; None: `num_workers`
     ema_decay  the decay of the callback EMA; None: the weights are not averaged
     profiler   what TorchProfilerCallback wants to be recorded; None: nothing
     """
 
     options: TrainingOptions = field(default_factory=TrainingOptions)
+    dtype: torch.dtype | None = None
     wrap_ddp: bool = True
     add_dist_sampler: bool = True
     scheduler_step_freq: str | None = None
     rows: Callable[..., Any] | None = None
     exchange: Callable[[], Exchange] = Exchange
     asynchronous: bool = False
+    parts: int | None = None
     ema_decay: float | None = None
     profiler: ProfilerSettings | None = None
 
+    @property
+    def all_parts(self) -> int:
+        """Return how many parts a batch has if operators follow the contract."""
+        return self.parts or self.num_workers
+
+    def evaluation(self, ranks: int) -> Division:
+        """Return how this many ranks divide a batch of an evaluation."""
+        batches = max(ranks, self.num_workers)
+        return Division(batches, batches)
+
+    @property
+    def adds_parts(self) -> bool:
+        """Return whether a step can have several parts, on any workers."""
+        return self.all_parts > 1 and not self.alone
+
+    @property
+    def divides_data(self) -> bool:
+        """Whether raysgd divides the data, or one worker has all of it."""
+        return self.add_dist_sampler or not self.distributed
+
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flags(use_tqdm=self.use_tqdm, add_dist_sampler=self.add_dist_sampler)
         one_of("scheduler_step_freq", self.scheduler_step_freq, "batch", "step", "epoch", "manual", None)
+
+    @property
+    def compares(self) -> bool:
+        return self.elastic.on_divergence is not None and self.options.parallel is not None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each worker has a part of the state."""
+        return self.options.parallel == "fsdp" and self.distributed
+
+    @property
+    def snapshot_every(self) -> Any:
+        return None if self.is_sharded else self.elastic.snapshot_every

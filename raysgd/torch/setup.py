@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
+from uuid import uuid4
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
+from raysgd.callbacks.base import Callback
+from raysgd.callbacks.callback_list import wanted_on_workers
 from raysgd.callbacks.monitors import Averaging, Measure, averaging_in, measures_in
 from raysgd.callbacks.torch_profiler import ProfilerSettings
 from raysgd.config import ElasticConfig, WorkerResources, at_least
@@ -19,11 +22,11 @@ from raysgd.core.shard_copies import ShardedState
 from raysgd.core.snapshot import Snapshot
 from raysgd.errors import ConfigError, shown
 from raysgd.ray_data.columns import RayData
+from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.replica import TorchReplica
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.arguments import check_config, needs_ray
-from raysgd.training.replica_base import OperatorReplicaFactory
 from raysgd.workers.cluster import gpus_for_workers
 
 logger = logging.getLogger("raysgd")
@@ -80,7 +83,7 @@ def warn_without_effect(use_local: bool, serialize_data_creation: bool, rule: st
 
 
 def per_worker_config(config: Any, num_workers: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the config as the trainer shows it, and as each worker gets it. The batch size is
+    """Make the config as the trainer shows it, and as each worker gets it. The batch size is
     divided by the number of workers; a remainder is dropped with a warning."""
     shown = check_config(config, num_workers)
     if BATCH_SIZE not in shown:
@@ -97,21 +100,52 @@ def per_worker_config(config: Any, num_workers: int) -> tuple[dict[str, Any], di
     return shown, {**shown, BATCH_SIZE: each}
 
 
-def worker_resources(
-    num_cpus: Any, use_gpu: Any, resources: Any, in_ray: bool | None = True
-) -> tuple[WorkerResources, bool]:
-    """Return what each worker reserves in the cluster, and whether it trains on a GPU. Unless it is
-    a process `in_ray`, the only worker runs in this process; None: if that has what it needs."""
+def place_workers(
+    num_workers: int, named: bool, use_ray: bool | None, num_cpus: Any, use_gpu: Any, resources: Any
+) -> tuple[WorkerResources, dict[str, Any]]:
+    """Decide what each worker reserves in the cluster, and the settings of its process. Unless it
+    is a process of Ray, the only worker runs in this process."""
+    parsed = worker_resources(num_cpus, use_gpu, resources, use_ray if num_workers == 1 and not named else True)
+    on_gpu = parsed.gpus > 0
+    missing_gpu = on_gpu and not torch.cuda.is_available()  # it may be on another machine
+    remote = needs_ray(use_ray, num_workers, parsed, elsewhere=missing_gpu or named)
+    rows = no_rows if named else SharedRowReaders(uuid4().hex[:8]) if remote else local_row_reader
+    threads, dtype = max(1, int(parsed.cpus)) if remote else None, torch.get_default_dtype()
+    return parsed, {"use_gpu": on_gpu, "threads": threads, "rows": rows, "dtype": dtype}
+
+
+def checked_parts(parts: int | None, num_workers: int, elastic: ElasticConfig, backend: Any) -> int | None:
+    """Return the argument `parts`. Whether it divides a batch is known when there is a loader."""
+    shares = elastic.shares
+    if parts is not None:
+        at_least("parts", parts, num_workers, whole=True)
+    if shares != "equal":
+        if not isinstance(shares, str) and len(shares) != num_workers:
+            raise ConfigError(f"shares={shares!r} has {len(shares)} weights: pass num_workers={num_workers} of them")
+        if parts is None or parts <= num_workers:
+            raise ConfigError(
+                f"shares={shares!r} deals the parts of a batch, and each of {num_workers} workers has one at least: pass more of them, "
+                f"TorchTrainer(parts={4 * num_workers}, ...)"
+            )
+        if backend == "horovod":
+            raise ConfigError(f"shares={shares!r} cannot be combined with backend='horovod': leave one of them out")
+    if parts is not None and elastic.batch != "auto":
+        raise ConfigError(f"parts={parts} cannot be combined with batch={elastic.batch!r}: leave one of them out")
+    return parts
+
+
+def worker_resources(num_cpus: Any, use_gpu: Any, resources: Any, in_ray: bool | None = True) -> WorkerResources:
+    """Decide what each worker reserves. Unless it is a process `in_ray`, the only worker runs in
+    this process; None: if that has what it needs."""
     chosen = isinstance(resources, Mapping) and "GPU" in resources
     wanted = False if chosen and use_gpu == "auto" else wants_gpu(use_gpu, in_ray=in_ray)
     asked = None if use_gpu == "auto" else wanted
-    parsed = WorkerResources.parse(num_cpus, wanted, resources, gpu_asked=asked)
-    return parsed, parsed.gpus > 0
+    return WorkerResources.parse(num_cpus, wanted, resources, gpu_asked=asked)
 
 
 def wants_gpu(use_gpu: Any, *, in_ray: bool | None = True) -> bool:
-    """Return whether workers train on GPUs; "auto" means that they do if the cluster in which they
-    will run has one, or this machine, if it does not have to be asked, or is not there yet."""
+    """Whether workers train on GPUs; "auto" means that they do if the cluster in which they will
+    run has one, or this machine, if it does not have to be asked, or is not there yet."""
     if use_gpu == "auto":
         return _is_gpu_there(in_ray)
     if not isinstance(use_gpu, bool):
@@ -138,29 +172,27 @@ def _is_gpu_there(in_ray: bool | None) -> bool:
 
 
 def sharded_state(
-    options: TrainingOptions, num_workers: int, checkpoints: Any, saved: Callable[[bool], Snapshot | None]
+    settings: TorchSettings, checkpoints: Any, saved: Callable[[bool], Snapshot | None]
 ) -> ShardedState | None:
-    """Return how the state is divided among the workers, None if each has all of it. Warn if a
-    worker failure will end training."""
-    if options.parallel != "fsdp" or num_workers == 1:
+    """How the state is divided among the workers, None if each has all of it. Warn if a worker
+    failure will end training."""
+    if not settings.is_sharded:
         return None
-    if options.replicas == 1 and checkpoints is None:
+    if settings.options.replicas == 1 and checkpoints is None:
         logger.warning(ONE_COPY)
-    return ShardedState(options.replicas, TorchReplica.hand_over, saved)
+    return ShardedState(settings.options.replicas, TorchReplica.hand_over, saved)
 
 
-def replica_factory(
-    operator_cls: Any, config: dict[str, Any], settings: TorchSettings, on_workers: list[Any]
-) -> OperatorReplicaFactory:
-    """Return the factory of replicas, which do what callbacks want of workers."""
-    profilers = [each for each in on_workers if not isinstance(each, (Averaging, Measure))]
+def wanted_by(callbacks: Sequence[Callback]) -> dict[str, Any]:
+    """The settings that make the replicas do what callbacks want of workers."""
+    wanted = wanted_on_workers(callbacks)
+    profilers = [each for each in wanted if not isinstance(each, (Averaging, Measure))]
     if len(profilers) > 1 or not all(isinstance(each, ProfilerSettings) for each in profilers):
         raise ConfigError(
             f"callbacks can have one TorchProfilerCallback, and no on_workers of their own, got {profilers}"
         )
-    decay, measures, profiler = averaging_in(on_workers), measures_in(on_workers), next(iter(profilers), None)
-    settings = replace(settings, ema_decay=decay, measures=measures, profiler=profiler)
-    return OperatorReplicaFactory(TorchReplica, operator_cls, config, settings)
+    profiler = next(iter(profilers), None)
+    return {"ema_decay": averaging_in(wanted), "measures": measures_in(wanted), "profiler": profiler}
 
 
 def check_predicted(data: Any, batch_size: Any) -> None:
@@ -183,8 +215,8 @@ def no_rows(*_: Any) -> NoReturn:
 
 
 def opened(dataset: Any, group: Any, *, named: bool) -> Any:
-    """Return what `train(dataset=...)` sends to the workers. The rows of a Ray Dataset are read on
-    the driver, and workers get a way to them."""
+    """What `train(dataset=...)` sends to the workers. The rows of a Ray Dataset are read on the
+    driver, and workers get a way to them."""
     if dataset is None:
         return None
     if not RayData.is_given_as(dataset):
@@ -196,9 +228,3 @@ def opened(dataset: Any, group: Any, *, named: bool) -> Any:
         no_rows()
     data = RayData.of(dataset)
     return replace(data, dataset=group.rows(data.dataset))
-
-
-def needs_processes(use_ray: bool | None, num_workers: int, resources: WorkerResources, *, named: bool) -> bool:
-    """Return whether the workers are processes of Ray. A GPU may be on another machine."""
-    missing_gpu = resources.gpus > 0 and not torch.cuda.is_available()
-    return needs_ray(use_ray, num_workers, resources, elsewhere=missing_gpu or named)

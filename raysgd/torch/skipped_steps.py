@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
-from raysgd.core.progress import Control
+from raysgd.core.control import Control
 from raysgd.errors import ConfigError, NonFiniteError
 from raysgd.torch.parts import Parts
 from raysgd.torch.weights import count_of
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.feed import Feed, NoFeed
-from raysgd.training.step import Policy, Step
+from raysgd.training.step import Step
+from raysgd.training.step_policy import Policy
 
 MOST_LEFT_OUT = 50
 ADVICE = {
@@ -51,8 +52,8 @@ class StepReport:
 
 
 def explained(reports: Sequence[StepReport], action: str) -> str:
-    """Return the text of the error about gradients that are not finite, from the reports of all
-    ranks in rank order."""
+    """The text of the error about gradients that are not finite, from the reports of all ranks in
+    rank order."""
     names = list(dict.fromkeys(name for each in reports for name in each.parameters)) or [
         "a parameter of no registered model"
     ]
@@ -70,7 +71,7 @@ def explained(reports: Sequence[StepReport], action: str) -> str:
 
 
 def _some(values: Sequence[Any], most: int) -> str:
-    """Return the first values as text.
+    """The first values as text.
 
     >>> _some([3, 5, 8], 2)
     '3, 5 and 1 more'
@@ -80,7 +81,7 @@ def _some(values: Sequence[Any], most: int) -> str:
 
 
 def summed(values: Sequence[float], device: torch.device, control: Control) -> list[float]:
-    """Return the sums of these numbers over all ranks."""
+    """Compute the sums of these numbers over all ranks."""
     if not dist.is_initialized():  # an abort leaves the group known: this rank has no peers
         return list(values)
     where = "cpu" if dist.get_backend() == "gloo" else device
@@ -91,7 +92,7 @@ def summed(values: Sequence[float], device: torch.device, control: Control) -> l
 
 
 def gathered_objects(value: Any, control: Control) -> list[Any]:
-    """Return every rank's object, in rank order."""
+    """Collect every rank's object, in rank order."""
     if not dist.is_initialized():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
@@ -151,7 +152,7 @@ class LeaveOut(Policy):
         return loss
 
     def gradients(self, step: Step, optimizer: Any) -> bool:
-        """Return whether the step is made. Raise an error if it must not be, or after too many in a
+        """Decide whether the step is made. Raise an error if it must not be, or after too many in a
         row that are left out."""
         parameters = [each for each in self._parts.stepped_by(optimizer) if each.grad is not None]
         infinite, loss = self._action is not None and not _are_finite(parameters), math.nan
@@ -176,8 +177,8 @@ class LeaveOut(Policy):
         return not (infinite or refused)
 
     def _are_exchanged(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Return whether every rank has the same gradients of these parameters, so that all see
-        what is not finite."""
+        """Whether every rank has the same gradients of these parameters, so that all see what is
+        not finite."""
         if type(self._parts.exchange) is not Exchange or not dist.is_initialized():
             return True
         known: set[int] = set()
@@ -187,7 +188,7 @@ class LeaveOut(Policy):
         return all(id(each) in known for each in parameters)
 
     def _is_refused(self, rule: Callable[[dict[str, Any]], Any], loss: float) -> bool:
-        """Return whether the operator's rule refuses the step on some rank."""
+        """Whether the operator's rule refuses the step on some rank."""
         if not self._losses:
             raise ConfigError(
                 "skip_step() gets the loss of the step, and this operator calls loss.backward() itself: call self.backward(loss) "
@@ -209,13 +210,13 @@ class LeaveOut(Policy):
         raise NonFiniteError(explained(gathered_objects(own, self._control), self._action or ""))
 
     def _samples(self, step: Step) -> list[int] | None:
-        """Return the indices of this rank's samples in the step, None if they are not known."""
+        """The indices of this rank's samples in the step, None if they are not known."""
         found = [each.indices for each in step.drawn]
         return None if None in found or not found else [int(row) for each in found for row in each or ()]
 
 
 def _are_finite(parameters: Sequence[torch.Tensor]) -> bool:
-    """Return whether these parameters' gradients are finite; of sharded ones, this rank's part."""
+    """Whether these parameters' gradients are finite; of sharded ones, this rank's part."""
     found: list[Any] = [each.grad for each in parameters]
     found = [each.to_local() if hasattr(each, "to_local") else each for each in found]
     found = [each.coalesce().values() if each.is_sparse else each for each in found]

@@ -42,7 +42,7 @@ class GlooConnections:
 
     @contextlib.contextmanager
     def forming(self) -> Iterator[None]:
-        """Return a context for the call that makes a process group."""
+        """A context for the call that makes a process group."""
         self._before = set(_listening())
         try:
             yield
@@ -52,7 +52,7 @@ class GlooConnections:
 
     @property
     def own(self) -> list[Address]:
-        """Return where gloo listens in this process."""
+        """Where gloo listens in this process."""
         return sorted(self._own)
 
     def add_store(self, addresses: Iterable[tuple[str, int]]) -> None:
@@ -141,7 +141,7 @@ class Connections:
 
 
 def _names() -> set[str]:
-    """Return this process's sockets by the kernel's names, which copies share."""
+    """This process's sockets by the kernel's names, which copies share."""
     return set(_descriptors())
 
 
@@ -156,7 +156,6 @@ def _descriptors() -> dict[str, int]:
 
 
 def _listening() -> Iterator[Address]:
-    """Return where this process listens."""
     return (_plain(each.getsockname()) for each in _sockets(listening=True))
 
 
@@ -181,5 +180,5 @@ def _copy(descriptor: int) -> socket.socket:
 
 
 def _plain(address: tuple[object, ...]) -> Address:
-    """Return host and port, the same for an IPv4 address and for its form in IPv6."""
+    """Host and port, the same for an IPv4 address and for its form in IPv6."""
     return str(address[0]).removeprefix("::ffff:").partition("%")[0], int(str(address[1]))

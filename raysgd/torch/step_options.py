@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,23 +18,40 @@ from torch import nn
 from raysgd.core.timers import Timers
 from raysgd.errors import ConfigError
 from raysgd.torch.data.sources import PlannedSource
-from raysgd.torch.foreign import run_after_backward
+from raysgd.torch.foreign import divisor_of, run_after_backward
 from raysgd.torch.parts import Parts
 from raysgd.training.feed import Feed
-from raysgd.training.step import Policy, Step
+from raysgd.training.pace import Pace
+from raysgd.training.step import Step
+from raysgd.training.step_policy import Policy
 
 logger = logging.getLogger("raysgd")
 
 STATES = (torch.Tensor, list, int, float, type(None))  # of what an update of a metric changes
 PLAIN = (int, float, str, bool)
-REBOUND = (
-    "train_batch has set %s, which checkpoints and new workers will not have: return it from state_dict(), or keep in self.part_state what "
-    "belongs to a part of the batch"
+MEASURED_EVERY_S = 0.005
+CHANGED = (
+    "train_batch has changed %s, which checkpoints and new workers will not have: change it in on_step(self, info) and return it from "
+    "state_dict(), or keep in self.part_state what belongs to a part of the batch"
+)
+CHANGED_BY_FUNCTION = (
+    "a function of apply_all_operators() has set %s, which checkpoints and workers that join later will not have: return it from "
+    "state_dict() and restore it in load_state_dict(), or let train_batch compute it from batch_info, which has what is passed to "
+    "train(info=...)"
+)
+CHANGED_BY_PARTS = (
+    "train_batch has changed %s, and this worker computes several parts of a batch, each of which does that. If anything is computed from "
+    "it, the run will have other results than an undisturbed one: change it in on_step(self, info), or keep it in self.part_state"
 )
 CHANGED_AGAIN = (
-    "train_epoch was called again for the rest of its epoch, because the workers have changed, and it has changed settings of the "
-    "optimizer, such as the learning rate, again before its loop. Unless this is meant, compute them from epoch_idx"
+    "train_epoch was called again for the rest of its epoch, because the workers have changed, and it has changed %s again before its "
+    "loop. Unless this is meant, compute it from epoch_idx"
 )
+DIVIDED = (
+    "self.backward() got a loss that was divided by %d, as many batches as share a step: self.backward() divides it itself, so gradients "
+    "are too small by that factor. Pass the loss of the batch, or ignore this if you divide by %d for another reason"
+)
+SETTINGS = "settings of the optimizer, such as the learning rate,"
 
 
 class Clip(Policy):
@@ -88,17 +106,18 @@ class Accumulate(Policy):
     """Makes the gradients of several batches those of one batch that holds them all, if samples
     count. The window is shorter at the end of an epoch or call."""
 
-    def __init__(self, parts: Parts, *, exact: bool) -> None:
-        self._size, self._parts, self._exact = parts.options.accumulate, parts, exact
+    def __init__(self, parts: Parts, *, exact: bool, warn: Callable[..., None]) -> None:
+        self._size, self._parts, self._exact, self._warn = parts.options.accumulate, parts, exact, warn
         self.option = f"accumulate={self._size}"
         self.rest()
 
     def rest(self) -> None:
         self._usual, self._total = 1.0, 0.0  # samples of a usual window, and of this one
         self._witness: torch.Tensor | None = None
+        self._passed = False  # whether the batch had a backward pass
 
     def begin(self, step: Step) -> None:
-        drawn, first = step.current, step.place == 0
+        drawn, first, self._passed = step.current, step.place == 0, False
         # Those of all ranks, if gradients are weighted by them.
         step.samples = float((drawn.rows if self._exact else None) or drawn.samples or samples_in(drawn.batch))
         if first:
@@ -118,60 +137,67 @@ class Accumulate(Policy):
                 f"gradients were cleared in the middle of {self._size} batches that share one step: call "
                 "self.zero_grad() instead of optimizer.zero_grad(); it clears them only where a window begins"
             )
+        self._passed = True
+        if divisor_of(loss) == self._size:
+            self._warn(DIVIDED, self._size, self._size)
         return loss
+
+    def check(self, step: Step, optimizer: Any) -> None:
+        if not self._passed:
+            raise ConfigError(
+                f"{self.option} acts in self.backward(loss), and this operator calls loss.backward() itself: call "
+                "self.backward(loss) before self.step(), or leave the option out"
+            )
 
     def awaits(self, step: Step, optimizer: Any) -> None:
         """Remember a parameter that has a gradient, to notice if user code clears it before the
         window ends."""
+        self.check(step, optimizer)
         self._witness = next((each for each in self._parts.stepped_by(optimizer) if each.grad is not None), None)
 
 
 class KeepSettings(Policy):
     """Restores the settings of optimizers, such as the learning rate, in a step that is undone, and
     in one of several batches or parts, the states of schedulers. User code or a schedule may have
-    changed them, on some ranks only, and its batches come again. Warns of a `train_epoch` that
-    changes settings when it is called again for the rest of an epoch."""
+    changed them, on some ranks only, and its batches come again. Each part of a batch begins with
+    the settings of the first one, so `train_batch` changes them once, however many parts a rank
+    has."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._before: list[dict[str, Any]] = []
+        self._began: list[dict[str, Any]] = []  # of a batch of several parts
         self._schedules: list[Any] = []
-        self._call, self._warns = -1, True  # which call of `train` has begun, and whether this process is to warn
-        self._entered: list[dict[str, Any]] | None = None  # the settings when `train_epoch` was called again
-
-    def on_epoch(self, feed: Feed) -> None:
-        position, first = feed.position, feed.rank_info.world_rank == 0
-        again = position.call == self._call or position.call_batches > 0
-        self._call, looks = position.call, again and first and self._warns
-        self._entered = settings_of(self._parts.optimizers) if looks else None
 
     def begin(self, step: Step) -> None:
+        if step.parts_before > 0:
+            self._restore(self._began)
+        elif not step.current.whole:
+            self._began = settings_of(self._parts.optimizers)
         if step.place == 0:
             self._before = settings_of(self._parts.optimizers)
             schedulers = self._parts.schedulers
             self._schedules = [] if step.closing else [copy.deepcopy(each.state_dict()) for each in schedulers]
-        if self._entered is not None:
-            if self._entered != self._before:
-                logger.warning(CHANGED_AGAIN)
-                self._warns = False
-            self._entered = None
 
     def on_step(self, step: Step) -> None:
         before, self._before = self._before, []
         if step.outcome == "undone":
-            groups = [group for each in self._parts.optimizers for group in getattr(each, "param_groups", ())]
-            for group, values in zip(groups, before, strict=False):  # user code may have added groups
-                for name, value in values.items():
-                    if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
-                        group[name].copy_(value)
-                    else:
-                        group[name] = value
+            self._restore(before)
             for scheduler, state in zip(self._parts.schedulers, self._schedules, strict=False):
                 scheduler.load_state_dict(state)
 
+    def _restore(self, before: list[dict[str, Any]]) -> None:
+        groups = [group for each in self._parts.optimizers for group in getattr(each, "param_groups", ())]
+        for group, values in zip(groups, before, strict=False):  # user code may have added groups
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
+                    group[name].copy_(value)
+                else:
+                    group[name] = value
+
 
 def settings_of(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group. This runs once for each step."""
+    """The settings of each parameter group. This runs once for each step."""
     found = []
     for optimizer in optimizers:
         for group in getattr(optimizer, "param_groups", ()):
@@ -208,36 +234,90 @@ class KeepMetrics(Policy):
                 vars(own).update((name, each) for name, each in vars(kept).items() if isinstance(each, STATES))
 
 
-class Rebound(Policy):
-    """Warns of attributes that `train_batch` has set in this process's first step, if that begins a
-    call, and that nothing saves. It compares identities, of attributes that are not raysgd's."""
+class WatchAttributes(Policy):
+    """Warns of what nothing saves and `train_batch` changes: in this process's first step, if that
+    begins a call. Of what it changes at all in the first step in which this worker has several
+    parts, and of what `train_epoch` changes when it is called again for the rest of an epoch.
 
-    def __init__(self, operator: Any) -> None:
-        self._operator, self._own_names = operator, {*vars(operator)}
-        self._first, self._looks = True, False
-        self._before: dict[str, Any] | None = None
+    They are found by their identities, numbers and texts by their values: what an attribute holds
+    is not looked at.
+    """
+
+    def __init__(self, operator: Any, parts: Parts) -> None:
+        self._operator, self._parts, self._raysgds = operator, parts, {*vars(operator), "_attributes"}
+        self._first = self._in_parts = True
+        self._leads = False  # whether this is the first rank
+        self._again = bool(operator._overrides("train_epoch"))
+        self._call = -1  # which call of `train` has begun
+        self._looks = False
+        self._entered: dict[str, Any] | None = None  # when `train_epoch` was called again
+        self._before: dict[str, Any] | None = None  # at the beginning of the part
+        self._text = ""
+        self._named = set[str]()  # what functions of `apply_all_operators` have set, with raysgd's own names
 
     def on_epoch(self, feed: Feed) -> None:
-        first, self._first = self._first, False
-        self._looks = first and feed.rank_info.world_rank == 0 and not feed.position.call_batches
+        position, self._leads = feed.position, feed.rank_info.world_rank == 0
+        again = self._again and (position.call == self._call or position.call_batches > 0)
+        self._looks = self._leads and self._first and not position.call_batches
+        self._entered = self._state() if again and self._leads else None
+        self._call, self._first = position.call, False
 
     def begin(self, step: Step) -> None:
+        entered, self._entered, self._before = self._entered, None, None
+        if entered is not None:
+            self._again = not self._say(CHANGED_AGAIN, entered)
         if self._looks:
-            self._looks, self._before = False, {**vars(self._operator)}
+            self._looks, self._text, self._before = False, CHANGED, self._state()
+        elif self._leads and self._in_parts and not step.current.whole:
+            self._in_parts, self._text, self._before = False, CHANGED_BY_PARTS, self._state()
 
     def trained(self, step: Step) -> None:
-        before, self._before = self._before, None
-        self.in_usual_steps = False  # from the next loop on
-        if before is None:
-            return
-        parts = self._operator._parts
+        if self._before is not None:
+            self._say(self._text, self._before)
+            self._before = None
+        self.in_usual_steps = False  # from the next step on
+
+    def watch(self, function: Callable[[Any], Any]) -> Any:
+        """Call a function with the operator."""
+        before, self._named = self._state(), self._named | self._parts.held.keys()
+        value = function(self._operator)
+        if self._operator._internals.rank_info.world_rank == 0:
+            self._say(CHANGED_BY_FUNCTION, before)
+        return value
+
+    def _say(self, text: str, before: dict[str, Any]) -> bool:
+        now = self._state()
+        known = {id(each) for each in before.values() if not isinstance(each, PLAIN)}
+        changed = {
+            name for name, value in now.items() if not _same(before.get(name, known), value) and id(value) not in known
+        }
+        changed.discard(SETTINGS)
+        if text is CHANGED_AGAIN and before[SETTINGS] != now[SETTINGS]:
+            changed.add(SETTINGS)
+        if text is CHANGED_BY_FUNCTION:
+            changed -= self._named
+            self._named |= changed
+        saved = (self._operator.state_dict() or {}) if changed and text in (CHANGED, CHANGED_BY_FUNCTION) else {}
+        left = changed - saved.keys() if isinstance(saved, Mapping) else ()
+        names = sorted(left, key=lambda name: (name == SETTINGS, name))
+        if names:
+            logger.warning(text, ", ".join(name if name == SETTINGS else f"self.{name}" for name in names))
+        return bool(names)
+
+    def _state(self) -> dict[str, Any]:
+        """The user's attributes, apart from what is registered, and the settings of the
+        optimizers."""
+        parts = self._parts
         registered = [*parts.models, *parts.wrapped, *parts.optimizers, *parts.schedulers, parts.criterion]
-        known = {id(each) for each in (*before.values(), *registered) if not isinstance(each, PLAIN)}
-        now = {name: value for name, value in vars(self._operator).items() if before.get(name, known) is not value}
-        found = {name for name, value in now.items() if name not in self._own_names and id(value) not in known}
-        saved = (self._operator.state_dict() or {}) if found else {}
-        if isinstance(saved, Mapping) and (names := sorted(found - saved.keys())):
-            logger.warning(REBOUND, ", ".join(f"self.{name}" for name in names))
+        known = {id(each) for each in registered}
+        own = {name: value for name, value in vars(self._operator).items() if name not in self._raysgds}
+        return {name: value for name, value in own.items() if id(value) not in known} | {
+            SETTINGS: settings_of(parts.optimizers)
+        }
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, PLAIN) and type(one) is type(other) and one == other)
 
 
 class CallOnStep(Policy):
@@ -258,45 +338,109 @@ class CallOnStep(Policy):
 
 
 class ReadAhead(Policy):
-    """Reads the next batch while the ranks exchange gradients, on the CPU and if no processes read
-    the data. Then no code of the user may run between a backward pass and the next batch: it could
-    draw random numbers, as the data set can, or change what that returns. While `timers` measure,
-    each batch is read in its turn."""
+    """Reads the next batch before the current step is made. Then no code of the user may run
+    between a backward pass and the next batch: it could draw random numbers, as the data set can,
+    or change what that returns. It does not do that while `timers` measure."""
 
     def __init__(self, parts: Parts, timers: Timers) -> None:
         self._parts, self._timers = parts, timers
         self._feed: Feed | None = None
 
     def on_epoch(self, feed: Feed) -> None:
-        source, stepped = feed.source, (*self._parts.optimizers, *self._parts.schedulers)
+        stepped = (*self._parts.optimizers, *self._parts.schedulers)
         usual = all(type(each).__module__.startswith("torch.optim.") for each in stepped)
-        reads_here = isinstance(source, PlannedSource) and source.loader.num_workers == 0
-        if feed.rank_info.world_size > 1 and usual and reads_here and not self._timers.enabled:
+        if usual and not self._timers.enabled and self._suits(feed):
             self._feed = feed
+
+    def _suits(self, feed: Feed) -> bool:
+        raise NotImplementedError
 
     def rest(self) -> None:
         self._feed = None
 
+
+class DuringExchange(ReadAhead):
+    """On the CPU, with DDP: measures for how long steps wait for the other ranks' gradients. While
+    they are exchanged, the next batch is read if this policy `reads`, and no processes do."""
+
+    def __init__(self, parts: Parts, timers: Timers, pace: Pace, *, reads: bool) -> None:
+        super().__init__(parts, timers)
+        self._pace, self._reads, self._several = pace, reads, False
+        self._begun, self._measures, self._measured_at = -1, False, 0.0  # the running step
+        self._counts, self._skipped = 1, 0  # how many steps the measured one counts for, and those since
+        self._asked = self._waited = self._arrived = self._read = 0.0
+
+    def on_epoch(self, feed: Feed) -> None:
+        self._several, self._counts, self._skipped = feed.rank_info.world_size > 1, 1, 0
+        super().on_epoch(feed)
+
+    def _suits(self, feed: Feed) -> bool:
+        source = feed.source
+        return self._reads and self._several and isinstance(source, PlannedSource) and source.loader.num_workers == 0
+
     def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
-        if self._feed is not None and loss.requires_grad:
-            loss.register_hook(self._exchange_will_begin)
+        if self._several and loss.requires_grad:
+            self._asked = perf_counter()
+            if self._feed is not None or (step.closing and self._is_measured()):
+                loss.register_hook(self._exchange_will_begin)
         return loss
 
-    def _exchange_will_begin(self, gradient: torch.Tensor) -> None:
-        """Called when a backward pass begins. When it ends, autograd runs the queued callbacks in
-        order. DDP waits for its all-reduce in such a callback, which it queues with the last
-        gradient, so this one runs during the all-reduce."""
-        run_after_backward(self._read_ahead)
+    def _is_measured(self) -> bool:
+        """Return whether to measure the running step: of fast ones only some, because the hook
+        takes 10 us, where no batch is read in it."""
+        if (begun := self._parts.calls.control.begun) != self._begun:
+            self._begun, self._skipped = begun, self._skipped + 1
+            self._measures = self._asked - self._measured_at >= MEASURED_EVERY_S
+            if self._measures:
+                self._measured_at, self._counts, self._skipped = self._asked, self._skipped, 0
+        return self._measures
 
-    def _read_ahead(self) -> None:
+    def _exchange_will_begin(self, gradient: torch.Tensor) -> None:
+        """Called when a backward pass begins, after counts have travelled, if they do. When it
+        ends, autograd runs the queued callbacks in order. DDP waits for its all-reduce in such a
+        callback, which it queues with the last gradient: `_arrive` runs during the all-reduce, and
+        what that queues runs after it."""
+        self._waited = perf_counter() - self._asked
+        run_after_backward(self._arrive)
+
+    def _arrive(self) -> None:
+        self._arrived = perf_counter()
+        if self._feed is not None:
+            with torch.enable_grad():  # as in the loop
+                self._feed.read_ahead()
+        self._read = perf_counter()
+        run_after_backward(self._exchanged)
+
+    def _exchanged(self) -> None:
+        read, waited = self._read - self._arrived, perf_counter() - self._read
+        self._pace.wait_s += (self._waited + waited) * self._counts
+        self._pace.exchanges += 1
+        if self._feed is not None:
+            self._feed.waited_s += read
+            if waited > read / 10:  # otherwise the exchange had ended before, it is not known when
+                self._feed.hidden_s += read
+
+
+class ReadAfterLaunch(ReadAhead):
+    """On a GPU: when the backward pass is launched, before anything waits for it. Comes before the
+    policies that wait."""
+
+    def _suits(self, feed: Feed) -> bool:
+        if suits := isinstance(feed.source, PlannedSource):  # which knows that there is a next batch
+            feed.ahead = False
+        return suits
+
+    def awaits(self, step: Step, optimizer: Any) -> None:
         if self._feed is not None:
             with torch.enable_grad():  # as in the loop
                 self._feed.read_ahead()
 
+    def check(self, step: Step, optimizer: Any) -> None:
+        self.awaits(step, optimizer)
+
 
 def samples_in(batch: Any) -> int:
-    """Return how many samples a batch has: the length of the first tensor in it, or 1 if there is
-    none."""
+    """Count the samples of a batch: the length of the first tensor in it, or 1 if there is none."""
     return (batch.shape[0] if isinstance(batch, torch.Tensor) and batch.dim() else _length(batch)) or 1
 
 
@@ -311,8 +455,7 @@ def _length(part: Any) -> int | None:
 
 
 def scaling(rule: str, workers: int, usual: int) -> float:
-    """Return the factor of the learning rates for this number of workers, which is 1 for the usual
-    one."""
+    """The factor of the learning rates for this number of workers, which is 1 for the usual one."""
     return float((workers / usual) ** (0.5 if rule == "sqrt" else 1.0))
 
 

@@ -3,23 +3,26 @@ policies with them. Worker."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, shown
-from raysgd.torch.meters import DeviceMeters
+from raysgd.torch.closures import after_gradients, closure_in
+from raysgd.torch.internals import TorchInternals
 from raysgd.torch.parts import Parts
-from raysgd.torch.weights import Weigh
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.operator_base import OperatorBase
-from raysgd.training.settings import ReplicaSettings
+from raysgd.training.step import Step
 
 NOT_CLEARED = (
     "the second step adds its gradients to those of the first one, which were not cleared: call self.zero_grad() before "
     "self.backward(loss), in each step"
+)
+NOT_CLEARED_IN_WINDOWS = (
+    "the second step adds its gradients to those of the first one, which were not cleared. With TrainingOptions(accumulate=%d), raysgd "
+    "counts the batches: call self.zero_grad(), self.backward(loss) and self.step() in each of them"
 )
 
 
@@ -27,11 +30,10 @@ class Stepping(OperatorBase):
     """The part of torch's operators that makes steps."""
 
     _parts: Parts
-    _weigh: Weigh
-    _meter_class = DeviceMeters
+    _internals: TorchInternals
 
-    def __init__(self, config: dict[str, Any] | None, settings: ReplicaSettings, rank_info: RankInfo | None) -> None:
-        super().__init__(config, settings, rank_info)
+    def __init__(self, config: dict[str, Any] | None, internals: TorchInternals) -> None:
+        super().__init__(config, internals)
         self._in_own_step = self._own_step_made = False  # whether `self.step` runs an optimizer's, and it was made
         self._clears: bool | None = None  # whether gradients are cleared between steps; None before the first one
         self._counted: Any = None  # by the default `train_batch`, for the backward pass that it begins
@@ -44,19 +46,26 @@ class Stepping(OperatorBase):
         `count` is how many things the loss is a mean over, such as tokens, if these are not
         samples: a number, or a tensor of one. The step's gradient is then the mean over those of
         all batches and workers. Pass it in every call, or in none."""
-        step, weigh = self._feed.step, self._weigh
+        internals = self._internals
+        step, weigh = internals.feed.step, internals.weigh
         if optimizer is not None and not hasattr(optimizer, "zero_grad"):
             raise ConfigError(f"self.backward(loss, optimizer) got {shown(optimizer)} as optimizer: pass count=...")
-        if self._clears is False:
-            self._look_for_gradients()
+        if step.error is not None:
+            raise step.error
         count = step.count = self._counted if count is None else count
-        for policy in step.policies.weighted:
-            loss = policy(step, loss)
-        if not weigh.acts and count is None:
-            self._parts.precision.backward(loss, optimizer, loss_id=loss_id)
-            return
-        self._parts.precision.backward(weigh.loss(step, loss), optimizer, loss_id=loss_id)
-        weigh.passed()
+        try:
+            if self._clears is False:
+                self._look_for_gradients()
+            for policy in step.policies.weighted:
+                loss = policy(step, loss)
+            if not weigh.acts and count is None:
+                self._parts.precision.backward(loss, optimizer, loss_id=loss_id)
+                return
+            self._parts.precision.backward(weigh.loss(step, loss), optimizer, loss_id=loss_id)
+            weigh.passed()
+        except Exception as error:
+            note_peer_error(self._parts, step, error)
+            raise
 
     def step(self, optimizer: Any = None) -> bool:
         """Clip the gradients, and apply the step of the `optimizer` (by default the only one). Do
@@ -64,25 +73,30 @@ class Stepping(OperatorBase):
         and neither awaited nor left out."""
         if not hasattr(optimizer, "step"):
             optimizer = self._only_optimizer(optimizer)
-        step, precision, exchange = self._feed.step, self._parts.precision, self._parts.exchange
-        if not step.closing:
-            for policy in step.policies.awaits:
-                policy(step, optimizer)
-            return False
-        for policy in step.policies.check:
-            policy(step, optimizer)
-        if type(exchange) is not Exchange:
-            exchange.finish(optimizer)
-        if step.policies.gradients:
-            precision.unscale(optimizer)
-            if not all(policy(step, optimizer) for policy in step.policies.gradients):
-                precision.leave_out(optimizer)
-                step.outcome = "skipped" if step.outcome == "open" else step.outcome
-                return False
-        # Without this hook, an optimizer cannot say whether a loss scaler has called it.
-        self._in_own_step, self._own_step_made = True, not hasattr(optimizer, "register_step_pre_hook")
+        step, precision, exchange = self._internals.feed.step, self._parts.precision, self._parts.exchange
+        if step.error is not None:
+            raise step.error
         try:
+            if not step.closing:
+                for policy in step.policies.awaits:
+                    policy(step, optimizer)
+                return False
+            for policy in step.policies.check:
+                policy(step, optimizer)
+            if type(exchange) is not Exchange:
+                exchange.finish(optimizer)
+            if step.policies.gradients:
+                precision.unscale(optimizer)
+                if not all(policy(step, optimizer) for policy in step.policies.gradients):
+                    precision.leave_out(optimizer)
+                    step.outcome = "skipped" if step.outcome == "open" else step.outcome
+                    return False
+            # Without this hook, an optimizer cannot say whether a loss scaler has called it.
+            self._in_own_step, self._own_step_made = True, not hasattr(optimizer, "register_step_pre_hook")
             precision.step(optimizer)
+        except Exception as error:
+            note_peer_error(self._parts, step, error)
+            raise
         finally:
             self._in_own_step = False
         if not self._own_step_made and step.outcome == "open":  # by a gradient scaler
@@ -94,17 +108,18 @@ class Stepping(OperatorBase):
         """Warn if the backward pass of the second step begins with the gradients of the first
         one."""
         self._clears, optimizers = True, self._parts.optimizers
-        if len(optimizers) > 1 or self._feed.step.place > 0 or self._parts.options.parallel == "fsdp":
+        if len(optimizers) > 1 or self._internals.feed.step.place > 0 or self._parts.options.parallel == "fsdp":
             return
         for parameter in (each for group in optimizers[0].param_groups for each in group["params"]):
             if parameter.grad is not None and not parameter.grad.is_sparse and bool(parameter.grad.any()):
-                self._warn_once(NOT_CLEARED)
+                window = self._batches_per_step
+                self._internals.warn_once(*((NOT_CLEARED,) if window == 1 else (NOT_CLEARED_IN_WINDOWS, window)))
                 return
 
     def zero_grad(self, optimizer: Any = None) -> None:
         """Clear the gradients of one `optimizer`, or of all. Do nothing after the first batch of an
         accumulation window."""
-        step, exchange = self._feed.step, self._parts.exchange
+        step, exchange = self._internals.feed.step, self._parts.exchange
         for policy in step.policies.cleared:
             policy(step)
         if step.place > 0:
@@ -125,7 +140,7 @@ class Stepping(OperatorBase):
             raise ConfigError(f"{len(optimizers)} optimizers are registered: pass one of them, step(optimizer)")
         return optimizers[0]
 
-    # -- steps that user code makes with `optimizer.step()` -------------------------------------------
+    # -- the steps of optimizers ----------------------------------------------------------------------
 
     def _watch_steps(self, optimizers: Sequence[Any]) -> None:
         """Refuse steps that user code makes itself, if an option acts in `self.step`."""
@@ -137,35 +152,30 @@ class Stepping(OperatorBase):
         direct, self._own_step_made = not self._in_own_step, True
         if not direct:
             return None
-        if option := self._policies.option:
+        if option := self._internals.policies.option:
             raise ConfigError(_direct_step(option, with_closure=closure_in(args, kwargs) is not None))
         return after_gradients(args, kwargs, lambda: self._check_direct(optimizer))
 
-    def _check_direct(self, optimizer: Any) -> None:
-        step = self._feed.step
-        for policy in step.policies.direct:
+    def _note_steps(self, optimizers: Sequence[Any]) -> None:
+        """Note each step that an optimizer makes."""
+        for optimizer in optimizers:
+            if hasattr(optimizer, "register_step_post_hook"):
+                optimizer.register_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        internals = self._internals
+        step = internals.feed.step
+        internals.position.applied += 1
+        step.outcome = "applied"
+        for policy in step.policies.stepped:
             policy(step, optimizer)
 
-
-def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """Return the closure that a step got, if it got one. The first argument is the optimizer."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    return closure if callable(closure) else None
-
-
-def after_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]) -> Any:
-    """In a hook before a step: call `check` when the step's gradients are there, and return what
-    the hook returns. A closure computes them during the step, and may be called several times."""
-    closure = closure_in(args, kwargs)
-    if closure is None:
-        return check()
-
-    def checked() -> Any:
-        loss = closure()
-        check()
-        return loss
-
-    return args[:1], {**kwargs, "closure": checked}
+    def _check_direct(self, optimizer: Any) -> None:
+        step = self._internals.feed.step
+        if step.error is not None:
+            raise step.error
+        for policy in step.policies.direct:
+            policy(step, optimizer)
 
 
 def _direct_step(option: str, *, with_closure: bool) -> str:
@@ -179,3 +189,10 @@ def _direct_step(option: str, *, with_closure: bool) -> str:
         "    self.zero_grad()\n    self.backward(loss)\n    self.step()\n"
         "each with the optimizer, if there are several, or leave the option out"
     )
+
+
+def note_peer_error(parts: Parts, step: Step, error: Exception) -> None:
+    """Note the error of a failed peer, which user code may catch: this rank has not got all
+    gradients. (No method, because operators have names of their own.)"""
+    if parts.calls.control.is_interruption(error):
+        step.error = error

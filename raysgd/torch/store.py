@@ -32,14 +32,14 @@ MORE_CLIENTS_S = (1.0, 2.0)  # a second client starts after one second, a third 
 
 
 def open_store(host: str, *, limit_s: float) -> tuple[Any, dict[str, Any]]:
-    """Return a new store, and what a rank needs to connect to it. Every key begins with a secret,
+    """Make a new store, and what a rank needs to connect to it. Every key begins with a secret,
     which is new in each generation."""
     store = _listen(host, datetime.timedelta(seconds=limit_s))
     return store, {"host": host, "port": store.port, "secret": secrets.token_hex(SECRET_BYTES)}
 
 
 def _listen(host: str, limit: datetime.timedelta) -> Any:
-    """Return a store that listens on `host` only, if this machine has that address.
+    """Make a store that listens on `host` only, if this machine has that address.
 
     A torch that was built without libuv has only an older server, which an incomplete message from
     any client blocks forever."""
@@ -71,8 +71,8 @@ def _server(host: str, limit: datetime.timedelta, *, use_libuv: bool) -> Any:
 
 
 def connect(settings: Mapping[str, Any], *, limit_s: float) -> Any:
-    """Return the store of this rank's generation. It puts the generation's secret in front of every
-    key.
+    """Connect to the store of this rank's generation. It puts the generation's secret in front of
+    every key.
 
     The driver opens the store before it calls any rank, and closes it when the generation ends.
     torch's client cannot know that, and would try to reach a closed store until its time limit. So
@@ -128,7 +128,7 @@ class _Clients:
         threading.Thread(target=self._connect, name="raysgd-store", daemon=False).start()
 
     def first(self) -> Any:
-        """Return the first store that was reached, or None; raise a client's error if none was."""
+        """The first store that was reached, or None; raise a client's error if none was."""
         if self._store is None and self._error is not None:
             raise self._error
         return self._store
@@ -180,7 +180,7 @@ def exchange_addresses(
 
 
 def addresses_of(settings: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Return the addresses at which this rank can reach the store."""
+    """The addresses at which this rank can reach the store."""
     try:
         found = socket.getaddrinfo(settings["host"], settings["port"], type=socket.SOCK_STREAM)
     except OSError as error:

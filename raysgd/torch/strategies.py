@@ -5,24 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
-from raysgd.config import Exclusions, one_of, refuse
+from raysgd.config import one_of
+from raysgd.core import offers
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.errors import ConfigError
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.process_group import TorchBackend, name_for
 from raysgd.torch.wrapping import Exchange
-
-NOT_WITH_HOROVOD: Exclusions = (
-    ({"parallel": ("fsdp",)}, "Horovod averages the gradients of full models. Use backend='auto'"),
-    ({"ddp_args": bool}, "Horovod does not use DistributedDataParallel, and its own arguments go into horovod_args"),
-    ({"comm_hook": bool}, "Horovod does not use DistributedDataParallel. Use horovod_args={'compression': 'fp16'}"),
-    ({"sync_batchnorm": bool}, "use backend='auto', or Horovod's hvd.SyncBatchNorm in your model"),
-    ({"horovod_args": bool, "parallel": (None,)}, "they are for gradients that the trainer averages"),
-    ({"precision": ("apex",)}, "both replace the optimizers. Use precision='fp16' or 'bf16'"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +31,18 @@ class Strategy:
     wraps: bool = True
     asynchronous: bool = False
 
-    def of_replicas(self, workers: int) -> dict[str, Any]:
-        """Return what the replicas of so many workers need to know of it."""
+    def of_replicas(self, workers: int, options: TrainingOptions) -> dict[str, Any]:
+        """The settings of the replicas of so many workers that depend on it."""
         several = workers > 1
-        return {"exchange": self.make_exchange if several else Exchange, "asynchronous": several and self.asynchronous}
+        return {
+            "wrap_ddp": options.parallel == "ddp" and self.wraps,
+            "exchange": self.make_exchange if several else Exchange,
+            "asynchronous": several and self.asynchronous,
+        }
 
 
 def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *, gpus: float) -> Strategy:
-    """Return the strategy for `backend`. Raise ConfigError for options that exclude it. Each worker
+    """Choose the strategy for `backend`. Raise ConfigError for options that exclude it. Each worker
     has so many `gpus`."""
     one_of("backend", backend, "auto", "gloo", "nccl", "horovod")
     name = backend if backend == "horovod" else name_for(None if backend == "auto" else backend, gpus)
@@ -66,32 +61,5 @@ def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *
             make_backend=functools.partial(TorchBackend, name, replicas=options.replicas),
             asynchronous=name == "nccl",
         )
-    return _horovod(options, horovod_args, use_gpu=use_gpu)
-
-
-def _horovod(options: TrainingOptions, horovod_args: Any, *, use_gpu: bool) -> Strategy:
-    from raysgd.horovod.arguments import HorovodArguments, check_installed
-
-    arguments = HorovodArguments.parse(horovod_args)
-    given = {**vars(options), "backend": "horovod", "horovod_args": horovod_args}
-    refuse([({"backend": ("horovod",), **values}, why) for values, why in NOT_WITH_HOROVOD], given)
-    check_installed("torch")
-    if use_gpu and not import_module("horovod.torch").cuda_built():
-        raise ConfigError(
-            "this Horovod was built without CUDA: build it with HOROVOD_GPU_OPERATIONS=NCCL in the environment (and "
-            "NCCL installed), pass use_gpu=False, or use backend='nccl'"
-        )
-    from raysgd.horovod.exchange import HorovodExchange
-
-    own = functools.partial(HorovodExchange, arguments)
-    return Strategy(
-        make_backend=_horovod_backend,
-        make_exchange=own if options.parallel == "ddp" else Exchange,
-        wraps=False,
-    )
-
-
-def _horovod_backend(**given: Any) -> ProcessGroupBackend:
-    from raysgd.horovod.backend import HorovodBackend
-
-    return HorovodBackend(**given)
+    strategy: Strategy = offers.horovod_strategy(options, horovod_args, use_gpu=use_gpu)
+    return strategy

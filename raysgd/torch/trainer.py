@@ -5,33 +5,44 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, NoReturn
-from uuid import uuid4
 
 import torch
 
 from raysgd.callbacks.base import Callback
+from raysgd.callbacks.callback_list import check_callbacks
 from raysgd.config import ORPHAN_S, ElasticConfig, check_flags
+from raysgd.core import offers
 from raysgd.core.protocols import Call
 from raysgd.core.snapshot import Snapshot
 from raysgd.errors import CheckpointError, ConfigError, suggesting
-from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
 from raysgd.torch import replica_calls, setup
 from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.sharded import ShardedLoads, save_shards
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
+from raysgd.torch.rank_comparison import summary_of
+from raysgd.torch.replica import TorchReplica
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.strategies import choose_strategy
 from raysgd.training.arguments import check_call, check_common, refuse_unknown
 from raysgd.training.auto_checkpoint import AutoCheckpoint
-from raysgd.training.call_runner import CallRunner, exclusive
+from raysgd.training.call_runner import exclusive
+from raysgd.training.description import RunDescription
+from raysgd.training.internals import internals_of
 from raysgd.training.loops import opened_folder
-from raysgd.training.trainer_base import TrainerBase, described_run, limits_of, make_engine
+from raysgd.training.named import checked_name
+from raysgd.training.seeding import DrawnAnew
+from raysgd.training.settings import OperatorReplicaFactory
+from raysgd.training.trainer_base import TrainerBase
 from raysgd.training.within_call import Contents
 
 logger = logging.getLogger("raysgd")
+
+CHANGED_COPY = (
+    "the script has changed the operator that get_local_operator() has returned, which is a copy: no worker is in this process, and "
+    "training continues without the change. Make it with trainer.apply_all_operators(fn). Nothing to do if only the copy is to change"
+)
 
 
 class TorchTrainer(TrainerBase):
@@ -58,6 +69,7 @@ class TorchTrainer(TrainerBase):
         elastic                  an `ElasticConfig`: how training continues when workers fail, leave and join
 
         num_workers              the largest number of workers; one runs in this process, without Ray
+        parts                    into how many parts a batch is divided, at least `num_workers`, which is the default
         num_cpus_per_worker      CPUs that each worker reserves
         resources_per_worker     Ray resources of each worker, such as {"CPU": 2, "GPU": 1}; overrides the other arguments
         use_gpu                  "auto": if the cluster has a GPU, or, for one worker in this process, this machine
@@ -86,6 +98,7 @@ class TorchTrainer(TrainerBase):
     """
 
     _loads: ShardedLoads
+    _lent: tuple[TrainingOperator, str] | None = None  # the newest copy of an operator, and a summary of its state
     _in_parts = True
 
     @suggesting
@@ -98,6 +111,7 @@ class TorchTrainer(TrainerBase):
         options: TrainingOptions | None = None,
         elastic: ElasticConfig | None = None,
         num_workers: int = 1,
+        parts: int | None = None,
         num_cpus_per_worker: float = 1,
         resources_per_worker: Mapping[str, float] | None = None,
         use_gpu: bool | Literal["auto"] = "auto",
@@ -122,44 +136,44 @@ class TorchTrainer(TrainerBase):
         **unknown: NoReturn,
     ) -> None:
         refuse_unknown(TorchTrainer, unknown, setup.GROUPS, setup.REMOVED)
-        check_flags(use_tqdm=use_tqdm, add_dist_sampler=add_dist_sampler)
-        common = num_workers, initialization_hook, timeout_s, elastic, seed
-        check_common(training_operator_cls, TrainingOperator, *common)
+        check_common(training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic)
         options = TrainingOptions.checked(options).resolved(wrap_ddp=wrap_ddp, use_fp16=use_fp16)
         folder, elastic = opened_folder(checkpoints, resume, ".pt"), elastic or ElasticConfig()
         setup.warn_without_effect(use_local, serialize_data_creation, elastic.lr, num_workers)
-        self.config, worker_config = setup.per_worker_config(config, num_workers)
-        in_ray = use_ray if (num_workers, name) == (1, None) else True
-        resources, self.use_gpu = setup.worker_resources(num_cpus_per_worker, use_gpu, resources_per_worker, in_ray)
+        shown, worker_config = setup.per_worker_config(config, num_workers)
+        reserved = num_cpus_per_worker, use_gpu, resources_per_worker
+        resources, of_process = setup.place_workers(num_workers, name is not None, use_ray, *reserved)
+        self.use_gpu, callbacks = resources.gpus > 0, check_callbacks(callbacks)
         options.check_with(num_workers=num_workers, use_gpu=self.use_gpu, elastic=elastic, name=name)
         strategy = choose_strategy(backend, options, horovod_args, gpus=resources.gpus)
-        sharded = setup.sharded_state(options, num_workers, checkpoints, self._newest_saved)
-        remote = setup.needs_processes(use_ray, num_workers, resources, named=name is not None)
         settings = TorchSettings(
             num_workers=num_workers,
-            distributed=num_workers > 1,
-            use_gpu=self.use_gpu,
+            parts=setup.checked_parts(parts, num_workers, elastic, backend),
             use_tqdm=use_tqdm,
-            threads=max(1, int(resources.cpus)) if remote else None,
+            **of_process,
             options=options,
-            wrap_ddp=options.parallel == "ddp" and strategy.wraps,
-            **strategy.of_replicas(num_workers),
+            **strategy.of_replicas(num_workers, options),
+            **setup.wanted_by(callbacks),
             add_dist_sampler=add_dist_sampler,
             seed=seed,
             scheduler_step_freq=scheduler_step_freq,
             elastic=elastic,
-            snapshot_every=elastic.snapshot_every if sharded is None else None,
-            rows=setup.no_rows if name else SharedRowReaders(uuid4().hex[:8]) if remote else local_row_reader,
         )
-        run = described_run(TorchTrainer, training_operator_cls, self.config, num_workers, logdir)
-        calls, limits = CallRunner(callbacks, run, bar=use_tqdm, seed=seed), limits_of(timeout_s, elastic)
-        self._factory = setup.replica_factory(training_operator_cls, worker_config, settings, calls.on_workers)
-        make_backend = partial(strategy.make_backend, join_s=limits.join_s, collective_s=limits.collective_s)
-        others = initialization_hook, make_backend, sharded, name, orphan_s
-        engine = make_engine(self._factory, calls, resources, elastic, limits, *others)
-        self._compares = elastic.on_divergence is not None and options.parallel is not None
-        self._loads = ShardedLoads(engine, calls.drawn_anew, folder, is_sharded=sharded is not None)
-        super().__init__(engine, calls, num_workers, folder, resume=resume is not None)
+        described = RunDescription(
+            trainer="TorchTrainer",
+            factory=OperatorReplicaFactory(TorchReplica, training_operator_cls, worker_config, settings),
+            config=shown,
+            resources=resources,
+            timeout_s=timeout_s,
+            make_backend=strategy.make_backend,
+            hook=initialization_hook,
+            sharded=setup.sharded_state(settings, checkpoints, self._newest_saved),
+            callbacks=callbacks,
+            logdir=logdir,
+            folder=folder,
+            named=checked_name(name, orphan_s),
+        )
+        super().__init__(described)
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -184,6 +198,9 @@ class TorchTrainer(TrainerBase):
         """
         check_call(num_steps, max_retries, info)
         check_flags(profile=profile, reduce_results=reduce_results)
+        lent, self._lent = self._lent, None
+        if lent is not None and _summary(lent[0]) != lent[1]:
+            logger.warning(CHANGED_COPY)
         data = self._packed(setup.opened(dataset, self._engine.group, named=self._calls.named is not None))
         job = self._train_job(num_steps, profile, info, max_retries, dataset=data, reduced=reduce_results)
         result, each = self._calls.measure(self._engine, "train", job)
@@ -191,7 +208,7 @@ class TorchTrainer(TrainerBase):
 
     @exclusive
     def predict(self, data: Any, batch_size: int = 32) -> Any:
-        """Return the model's outputs for `data`, a data set or a DataLoader, in the order of the
+        """Compute the model's outputs for `data`, a data set or a DataLoader, in the order of the
         data, on the CPU.
 
         The workers divide the data, and call `operator.predict_batch` in eval mode without
@@ -200,7 +217,7 @@ class TorchTrainer(TrainerBase):
         """
         setup.check_predicted(data, batch_size)
         self._saves.raise_failed()
-        ranks = self._values(replica_calls.predict, data=self._packed(data), batch_size=batch_size)
+        ranks = self._predicted(replica_calls.predict, data=self._packed(data), batch_size=batch_size)
         outputs = [(offset, rank, each) for rank, own in enumerate(ranks) for offset, each in own]
         if not outputs:
             raise ConfigError(f"predict() got data without a sample: {data!r}")
@@ -210,6 +227,9 @@ class TorchTrainer(TrainerBase):
     def update_scheduler(self, metric: Any) -> None:
         """Call `step(metric)` on every registered scheduler of every worker."""
         self._change("update_scheduler()", Call(replica_calls.update_scheduler, {"metric": metric}))
+
+    def _make_loads(self, drawn_anew: DrawnAnew) -> ShardedLoads:
+        return ShardedLoads(self._engine, drawn_anew, self._folder, is_sharded=self._factory.settings.is_sharded)
 
     def _newest_saved(self, wait: bool) -> Snapshot | None:
         return self._loads.newest(wait)
@@ -246,7 +266,7 @@ class TorchTrainer(TrainerBase):
 
     @exclusive
     def get_model(self, to_cpu: bool = False, *, averaged: bool = False) -> Any:
-        """Return a copy of the trained model, unwrapped and in eval mode; a list if there are
+        """Make a copy of the trained model, unwrapped and in eval mode; a list if there are
         several. It is on the GPU if the workers use GPUs and this process has one, unless `to_cpu`.
         With `averaged`, it has the weights that the callback EMA averages."""
         check_flags(averaged=averaged)
@@ -262,23 +282,24 @@ class TorchTrainer(TrainerBase):
 
     @exclusive
     def get_local_operator(self) -> TrainingOperator:
-        """Return an operator here with the current state; that of an inline worker itself."""
+        """Get an operator here with the current state; that of an inline worker itself."""
         operator: TrainingOperator | None = self._inline_operator()
         if operator is None:
             own = self._factory.settings
             settings = TorchSettings(  # what an operator's setup can see
                 scheduler_step_freq=own.scheduler_step_freq,
                 num_workers=own.num_workers,
+                alone=True,
                 options=TrainingOptions(accumulate=own.options.accumulate),
             )
             operator = self._factory.operator_cls(dict(self._factory.config), settings=settings)
-            states.restore(operator, self.state_dict())
+            states.restore(operator, internals_of(operator).parts, self.state_dict())
+            self._lent = operator, _summary(operator)
         return operator
 
     @exclusive
     def state_dict(self) -> dict[str, Any]:
-        """Return the content of a checkpoint as one dictionary, with tensors on the CPU."""
-        self._saves.raise_failed()
+        """The content of a checkpoint as one dictionary, with tensors on the CPU."""
         return states.parse(self._saves.content(), trusted=True)
 
     @exclusive
@@ -287,8 +308,6 @@ class TorchTrainer(TrainerBase):
         first: one that does not fit raises CheckpointError, and nothing changes. After an error in
         a `load_state_dict` of yours, the state is undefined: only `load`, `load_state_dict` and
         `shutdown` are accepted. (`blocking` has no effect; RaySGD had it.)"""
-        self._loops.refuse_load("load_state_dict()")
-        self._saves.raise_failed()
         state = states.dump_given(state_dict)
         self._load("load_state_dict()", lambda: self._loads.restore(state, trusted=True))
         self._warn_of_other_rows()
@@ -305,16 +324,18 @@ class TorchTrainer(TrainerBase):
         self._saves.raise_failed()
         check_flags(sharded=sharded)
         if sharded:
-            return save_shards(self._saves, self._engine, checkpoint, blocking=blocking)
-        return self._saves.save(checkpoint, blocking=blocking)
+            saved = save_shards(self._saves, self._engine, checkpoint, blocking=blocking)
+        else:
+            saved = self._saves.save(checkpoint, blocking=blocking)
+        if isinstance(saved, str):
+            self._loads.replaced(saved)
+        return saved
 
     @exclusive
     def load(self, checkpoint: str | os.PathLike[str], *, trusted: bool = False) -> None:
         """Load `checkpoint`, a path or a URI, for any number of workers. No code in it is run,
         unless it is `trusted` (for operator state of your own types, and for what was saved with
         `sharded=True`). What is refused, or fails, is as in `load_state_dict`."""
-        self._loops.refuse_load("load()")
-        self._saves.raise_failed()
         self._load("load()", lambda: self._loads.load(checkpoint, trusted=trusted))
         self._warn_of_other_rows()
 
@@ -326,7 +347,7 @@ class TorchTrainer(TrainerBase):
 
     @property
     def max_replicas(self) -> int:
-        """Return the argument `num_workers`, under RaySGD's name."""
+        """The argument `num_workers`, under RaySGD's name."""
         workers: int = self._factory.settings.num_workers
         return workers
 
@@ -334,14 +355,16 @@ class TorchTrainer(TrainerBase):
     def as_trainable(
         cls, *, override_tune_step: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None, **arguments: Any
     ) -> Any:
-        """Return a Tune Trainable class (extra: tune). It takes the arguments of the trainer, which
+        """Make a Tune Trainable class (extra: tune). It takes the arguments of the trainer, which
         each trial creates.
 
         `override_tune_step(trainer, info)` replaces a trial's step, which trains and validates
         once.
         """
-        from importlib import import_module
-
         if cls.__init__ is TorchTrainer.__init__:  # a subclass may have arguments of its own
             refuse_unknown(TorchTrainer, arguments, setup.GROUPS, setup.REMOVED)
-        return import_module("raysgd.tune").torch_trainable(cls, override_tune_step=override_tune_step, **arguments)
+        return offers.torch_trainable(cls, override_tune_step=override_tune_step, **arguments)
+
+
+def _summary(operator: TrainingOperator) -> str:
+    return summary_of(operator, internals_of(operator).parts).as_text()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,8 @@ from raysgd.core.outcomes import TrainAgain
 from raysgd.errors import ConfigError, shown
 from raysgd.torch.nccl import device as nccl_device
 from raysgd.torch.parts import Parts
-from raysgd.training.step import Policy, Step
+from raysgd.training.step import Step
+from raysgd.training.step_policy import Policy
 
 COUNTING = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 IGNORED = -100  # the label that models of transformers leave out
@@ -58,6 +59,7 @@ class Weigh(Policy):
     def __init__(self, parts: Parts, ranks: Callable[[], int], *, exact: bool, refused: str, travel: bool) -> None:
         self._parts, self._workers, self._exact, self._refused = parts, ranks, exact, refused
         self._travel = travel
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # in which ranks wait for each other
         self._weight: float = 1.0  # of this batch
         self._arriving_weight: Any = 1.0  # of the running backward pass; with a count, whether it has any
         self._hooks: list[Any] = []  # each with the node that has it, which torch would forget
@@ -120,7 +122,7 @@ class Weigh(Policy):
     # -- `self.backward` ------------------------------------------------------------------------------
 
     def loss(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss with its weight. The backward pass follows, and then `passed`."""
+        """Give the loss its weight. The backward pass follows, and then `passed`."""
         count = step.count = self._counted(step, step.count)
         if count is None:
             return loss if step.share == 1.0 else loss * step.share
@@ -139,7 +141,7 @@ class Weigh(Policy):
         self._set(self._weight)
 
     def _counted(self, step: Step, count: Any) -> Any:
-        """Return what counts in place of samples; None if nothing does."""
+        """What counts in place of samples; None if nothing does."""
         if isinstance(count, Counted):
             count = None if self._refused else count
         elif count is not None:
@@ -170,7 +172,7 @@ class Weigh(Policy):
         own, ranks = isinstance(count, Counted), self._ranks()
         known = own and not isinstance(count.value, torch.Tensor)
         usual = float(count.value / count.samples) if known else 0.0
-        always = ranks == 1 or self._travel or self._differs or not known
+        always = self._travel or self._differs or not known
         travels = count is not None and (always or not usual.is_integer())
         numbers = torch.tensor([count is not None, travels, usual, usual * usual], dtype=torch.float64)
         if ranks > 1:
@@ -185,7 +187,7 @@ class Weigh(Policy):
         self._travels = travel > 0 or ranks * squares != sums * sums
 
     def _factor(self, step: Step, count: Any) -> torch.Tensor:
-        """Return what a loss that is a mean over `count` things is multiplied by. Until its last
+        """Find what a loss that is a mean over `count` things is multiplied by. Until its last
         batch, a rank's gradients have a unit of their own. Nothing is read from the device here."""
         here = torch.as_tensor(count, dtype=torch.float64, device=self._where(count))
         if step.place == self._place:
@@ -204,24 +206,25 @@ class Weigh(Policy):
 
     def _sum(self, numbers: torch.Tensor) -> torch.Tensor:
         if self._ranks() > 1:
-            dist.all_reduce(numbers)
+            with self.waiting():
+                dist.all_reduce(numbers)
         return numbers
 
     def _where(self, count: Any = None) -> torch.device:
-        """Return the device on which ranks add numbers."""
+        """The device on which ranks add numbers."""
         if self._ranks() > 1 and dist.get_backend() != "gloo":
             return nccl_device()
         return count.device if self._ranks() == 1 and isinstance(count, torch.Tensor) else torch.device("cpu")
 
 
 def count_of(step: Step) -> Any:
-    """Return the count of the newest call of `self.backward`; 0 for samples that are repeated."""
+    """The count of the newest call of `self.backward`; 0 for samples that are repeated."""
     count = step.count.value if isinstance(step.count, Counted) else step.count
     return count if step.current.fresh else 0
 
 
 def _checked(count: Any) -> Any:
-    """Return what a user passed as a count: a number, or a tensor on an accelerator, which is not
+    """Check what a user passed as a count: a number, or a tensor on an accelerator, which is not
     read."""
     if isinstance(count, torch.Tensor) and count.numel() == 1 and not count.is_cpu:
         return count.detach().reshape(())
@@ -235,8 +238,7 @@ def _checked(count: Any) -> Any:
 
 
 def labels_counted(labels: torch.Tensor, ignored: int, weight: torch.Tensor | None = None) -> Any:
-    """Return how many labels are not the `ignored` one, or the sum of the weights of their
-    classes."""
+    """Count the labels that are not the `ignored` one, or add the weights of their classes."""
     kept = labels != ignored
     if weight is not None:
         found = (weight[labels.long() * kept] * kept).sum()
@@ -250,7 +252,7 @@ def _are_labels(target: Any) -> bool:
 
 
 def counted_by_criterion(criterion: Any, output: Any, target: Any) -> Counted | None:
-    """Return what the mean of torch's own criteria counts; None for samples. A subclass with a
+    """Find what the mean of torch's own criteria counts; None for samples. A subclass with a
     `forward` of its own may compute another mean."""
     if getattr(type(criterion), "forward", None) not in COUNTING or criterion.reduction != "mean":
         return None
@@ -262,7 +264,7 @@ def counted_by_criterion(criterion: Any, output: Any, target: Any) -> Counted | 
 
 
 def counted_by_model(model: Any, labels: Any) -> Counted | None:
-    """Return what the mean of a model's own loss counts, as models of transformers compute it; None
+    """Find what the mean of a model's own loss counts, as models of transformers compute it; None
     for samples. Causal language models do not predict the first label of a sequence."""
     if not _are_labels(labels):
         return None

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from raysgd.errors import ConfigError
+from raysgd.torch.closures import after_gradients
 from raysgd.torch.parts import Parts
-from raysgd.torch.stepping import after_gradients
-from raysgd.training.step import Policy, Step
+from raysgd.training.step import Step
+from raysgd.training.step_policy import Policy
 
 
 class WholeGradients(Policy):

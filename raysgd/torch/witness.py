@@ -10,7 +10,8 @@ from torch import nn
 
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.parts import Parts
-from raysgd.training.step import Policy, Step
+from raysgd.training.step import Step
+from raysgd.training.step_policy import Policy
 
 PLACES = 1 << 16  # the samples of larger data sets share them
 
@@ -24,7 +25,8 @@ class Witness(nn.Module):
         self.entered = nn.Parameter(torch.zeros(samples, dtype=torch.float64))
 
     def forward(self, rows: Any, weights: Any = None) -> torch.Tensor:
-        """Return 0, whose gradient at each of these rows is its weight, by default an equal one."""
+        """Compute 0, whose gradient at each of these rows is its weight, by default an equal
+        one."""
         found = self.entered[torch.as_tensor(rows).to(self.entered.device) % len(self.entered)]
         given = torch.full_like(found, 1 / len(found)) if weights is None else weights
         return (found - found.detach()) @ given.to(found)
@@ -82,5 +84,5 @@ class Watched(TrainingOperator):
 
 
 def watched(operator: type[TrainingOperator], places: int = PLACES) -> type[TrainingOperator]:
-    """Return this operator's class with a witness of so many samples."""
+    """This operator's class with a witness of so many samples."""
     return type(operator.__name__, (Watched, operator), {"places": places})

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.core.progress import Control
+from raysgd.core.control import Control
 from raysgd.torch.foreign import compile_in_place, uncompiled
 from raysgd.torch.options import TrainingOptions
 
@@ -51,7 +51,7 @@ class ModelCalls:
         return ModelCalls, ()
 
     def newest(self) -> list[tuple[int, str]]:
-        """Return the steps and lines ("file:line function") of the newest calls."""
+        """The steps and lines ("file:line function") of the newest calls."""
         return [(step, f"{code.co_filename}:{line} {code.co_name}") for step, code, line in tuple(self._newest)]
 
 
@@ -79,7 +79,7 @@ class Exchange:
 
 
 def formatted(models: list[nn.Module], options: TrainingOptions, *, distributed: bool) -> list[nn.Module]:
-    """Return the models in the memory format and with the BatchNorm layers of the options. Their
+    """Convert the models to the memory format and the BatchNorm layers of the options. Their
     parameters remain the same objects, so the optimizers that refer to them stay valid."""
     if options.sync_batchnorm and distributed:
         models = [nn.SyncBatchNorm.convert_sync_batchnorm(model) for model in models]
@@ -99,7 +99,7 @@ def compile_models(models: list[nn.Module], options: TrainingOptions) -> None:
 def ddp_arguments(
     options: TrainingOptions, registered: Mapping[str, Any] | None, device_ids: list[int] | None
 ) -> dict[str, Any]:
-    """Return DistributedDataParallel's arguments; those of `register` override the options."""
+    """DistributedDataParallel's arguments; those of `register` override the options."""
     options.check_ddp(registered or {})
     return {
         "device_ids": device_ids,
@@ -136,7 +136,7 @@ def rewrap(
 
 @contextmanager
 def _requiring(trained: Collection[nn.Parameter], model: nn.Module) -> Iterator[None]:
-    """Return a context in which these parameters of a model require gradients, and no others."""
+    """A context in which these parameters of a model require gradients, and no others."""
     before = [(each, each.requires_grad) for each in model.parameters()]
     known = {id(each) for each in trained}
     for each, _ in before:
@@ -149,8 +149,8 @@ def _requiring(trained: Collection[nn.Parameter], model: nn.Module) -> Iterator[
 
 
 def sends_buffers(arguments: Mapping[str, Any]) -> bool | None:
-    """Return what these arguments of DistributedDataParallel say about sending buffers in forward
-    passes; None if nothing."""
+    """What these arguments of DistributedDataParallel say about sending buffers in forward passes;
+    None if nothing."""
     found: bool | None = arguments.get("forward_sync_buffers", arguments.get("broadcast_buffers"))
     return found
 
@@ -170,7 +170,7 @@ def adapt(wrapped: list[nn.Module], arguments: Mapping[str, Any], options: Train
 
 
 def unwrapped(model: Any) -> Any:
-    """Return what is inside of torch's wrappers, and of what `torch.compile` returned."""
+    """What is inside of torch's wrappers, and of what `torch.compile` returned."""
     kinds: tuple[Any, ...] = nn.DataParallel, DistributedDataParallel
     if "torch.distributed.fsdp" in sys.modules:  # otherwise nothing is wrapped in it, and the import is slow
         kinds += (sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel,)

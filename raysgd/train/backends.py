@@ -12,9 +12,11 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from raysgd.config import above_0, one_of
+from raysgd.core import offers
 from raysgd.core.ranks import RankInfo, SingleWorkerBackend
 from raysgd.errors import ConfigError
 from raysgd.torch.devices import OffersGpus, see_gpus, shared_gpus
@@ -85,7 +87,7 @@ class BackendConfig:
         """Called when a trainer is created. Raise an error if something is not installed."""
 
     def make_backend(self, *, host: str, gpus: float, join_s: float, collective_s: float) -> Any:
-        """Return what connects the ranks of a generation: here, nothing does."""
+        """Make what connects the ranks of a generation: here, nothing does."""
         return SharedGpus() if gpus and backend_of(self).share_cuda_visible_devices else SingleWorkerBackend()
 
     @property
@@ -202,16 +204,12 @@ class HorovodConfig(BackendConfig):
         return HorovodHooks
 
     def check(self) -> None:
-        from raysgd.horovod.arguments import check_installed
-
-        check_installed()
+        offers.check_horovod()
 
     def make_backend(self, *, host: str, gpus: float, join_s: float, collective_s: float) -> Any:
-        from raysgd.horovod.backend import HorovodFunctionBackend
-
         interface = next(iter(self.nics), None) if self.nics else None
         wait_s = min(float(self.timeout_s), collective_s)
-        return HorovodFunctionBackend(host=host, wait_s=wait_s, interface=interface, use_gpu=gpus > 0)
+        return offers.HorovodFunctionBackend(host=host, wait_s=wait_s, interface=interface, use_gpu=gpus > 0)
 
 
 CONFIGS: dict[str, type[BackendConfig]] = {
@@ -223,29 +221,33 @@ CONFIGS: dict[str, type[BackendConfig]] = {
 
 
 def parse_backend(backend: Any) -> BackendConfig:
-    """Return the config for a name or a config. Raise an error if it is not installed."""
-    names = ", ".join(map(repr, CONFIGS))
+    """Find the config for a name or a config. Raise an error if it is not installed."""
     if backend is None:
         backend = "none"
     if isinstance(backend, str):
-        if backend not in CONFIGS:
-            raise ConfigError(f"backend must be one of {names} or a BackendConfig, got {backend!r}")
-        backend = CONFIGS[backend]()
+        backend = get_backend_config_cls(backend)()
     if not isinstance(backend, BackendConfig):
+        names = ", ".join(map(repr, CONFIGS))
         raise TypeError(f"backend must be a name ({names}) or a BackendConfig, got {backend!r}")
     backend.check()
     return backend
 
 
 def get_backend_config_cls(backend_name: str) -> type[BackendConfig]:
-    """Return the class of the configs of a backend, by its name."""
-    if backend_name not in CONFIGS:
-        raise ConfigError(f"backend must be one of {', '.join(map(repr, CONFIGS))}, got {backend_name!r}")
-    return CONFIGS[backend_name]
+    """Find the class of the configs of a backend, by its name: one of raysgd's, or an entry point
+    of the group `raysgd.backends` in an installed package."""
+    if backend_name in CONFIGS:
+        return CONFIGS[backend_name]
+    others = {each.name: each for each in entry_points(group="raysgd.backends")}
+    if backend_name not in others:
+        names = ", ".join(map(repr, [*CONFIGS, *others]))
+        raise ConfigError(f"backend must be one of {names} or a BackendConfig, got {backend_name!r}")
+    config: type[BackendConfig] = others[backend_name].load()
+    return config
 
 
 def backend_of(config: BackendConfig) -> Backend:
-    """Return the hooks of a config, whose `backend_cls` may be a property or a method."""
+    """The hooks of a config, whose `backend_cls` may be a property or a method."""
     found: Any = config.backend_cls
     kind = found if isinstance(found, type) else found()
     if not isinstance(kind, type) or not issubclass(kind, Backend):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import platform
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +18,7 @@ from raysgd.callbacks.mlflow_store import MLflowCallback as MLflowLoggerCallback
 from raysgd.callbacks.printing import PrintCallback
 from raysgd.callbacks.tensorboard import TensorBoardCallback as TBXLoggerCallback
 from raysgd.callbacks.torch_profiler import TorchProfilerCallback as TorchTensorboardProfilerCallback
-from raysgd.train.fit.records import autofilled
+from raysgd.core.network import own_address
 
 __path__: list[str] = []  # lets Python look for `raysgd.train.callbacks.logging`, which raysgd.compat provides
 __all__ = [
@@ -88,7 +90,7 @@ class Trial:
 
     @property
     def local_path(self) -> str:
-        """Return the run's directory."""
+        """The run's directory."""
         return self.logdir
 
     local_dir = path = local_path
@@ -133,7 +135,7 @@ class LoggerCallback(Callback):
     def on_result(self, result: CallResult) -> None:
         if self.trial is not None:
             own = {name: getattr(self.trial, name) for name in ("trial_id", "experiment_tag", "config")}
-            added = autofilled(result.step, self._began, self._last, now := time.time())
+            added = autofill(result.step, self._began, self._last, now := time.time())
             self._last = now
             self.trial.last_result = {**added, **own, **result.metrics}
             self.log_trial_result(result.step, self.trial, self.trial.last_result)
@@ -155,13 +157,13 @@ PROTOCOLS: tuple[tuple[type[Callback], tuple[str, ...], tuple[str, ...]], ...] =
 
 
 def make_callback_list(callbacks: Any, *, history: History | None = None) -> CallbackList:
-    """Return a function trainer's callbacks, its history first. Raise ConfigError for others."""
+    """List a function trainer's callbacks, its history first. Raise ConfigError for others."""
     own = [history] if history is not None else []
     return CallbackList([*own, *check_callbacks(callbacks, _adapt)])
 
 
 def _adapt(given: Any) -> Any:
-    """Return a Callback that calls the object's methods, if it has those of v1 or of Ray Tune."""
+    """Make a Callback that calls the object's methods, if it has those of v1 or of Ray Tune."""
     if isinstance(given, Callback):
         return given
     for base, required, optional in PROTOCOLS:
@@ -172,3 +174,20 @@ def _adapt(given: Any) -> Any:
                     setattr(adapter, name, getattr(given, name))
             return adapter
     return given
+
+
+def autofill(count: int, began: float, last: float, now: float) -> dict[str, Any]:
+    """Return what Ray adds to report number `count`, under Ray's names. `last`: the time before."""
+    return {
+        "timestamp": int(now),
+        "date": time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(now)),
+        "time_this_iter_s": now - last,
+        "time_total_s": now - began,
+        "time_since_restore": now - began,
+        "training_iteration": count,
+        "iterations_since_restore": count,
+        "hostname": platform.node(),
+        "node_ip": own_address(),
+        "pid": os.getpid(),
+        "done": False,
+    }

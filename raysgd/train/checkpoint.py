@@ -51,7 +51,7 @@ class Checkpoint:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Checkpoint:
-        """Return a checkpoint of the dictionary `data`, in memory."""
+        """Make a checkpoint of the dictionary `data`, in memory."""
         if not isinstance(data, Mapping):
             raise ConfigError(f"Checkpoint.from_dict takes a dict, got {data!r}")
         made = cls.__new__(cls)
@@ -60,15 +60,15 @@ class Checkpoint:
 
     @classmethod
     def from_directory(cls, path: str | Path, *, trusted: bool = False) -> Checkpoint:
-        """Return a checkpoint of the files in the directory `path`, which may be `trusted`. They
-        are copied when it is reported or stored."""
+        """Make a checkpoint of the files in the directory `path`, which may be `trusted`. They are
+        copied when it is reported or stored."""
         if not Path(path).is_dir():
             raise CheckpointError(f"there is no directory {Path(path).absolute()}")
         return cls(path, trusted=trusted)
 
     @classmethod
     def from_uri(cls, uri: str | Path | Uri, *, trusted: bool = False) -> Checkpoint:
-        """Return the checkpoint at `uri`, such as `s3://bucket/name`, `file:///folder/name`, or a
+        """Open the checkpoint at `uri`, such as `s3://bucket/name`, `file:///folder/name`, or a
         path, without copying it. It may be `trusted`."""
         made = cls(uri, trusted=trusted)
         if not made._stored().exists():
@@ -79,7 +79,7 @@ class Checkpoint:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, *, trusted: bool = False) -> Checkpoint:
-        """Return the checkpoint that `to_bytes` packed into `data`. A folder is unpacked into a
+        """Unpack the checkpoint that `to_bytes` packed into `data`. A folder is unpacked into a
         temporary one, which this object owns. `trusted`: read objects of any type."""
         if not is_directory(data):
             return cls.from_dict(_read(data, "these bytes", trusted))
@@ -91,13 +91,13 @@ class Checkpoint:
 
     @classmethod
     def from_checkpoint(cls, other: Checkpoint) -> Checkpoint:
-        """Return the checkpoint `other`, as an object of this class."""
+        """Make an object of this class from the checkpoint `other`."""
         made = cls.__new__(cls)
         vars(made).update(vars(other), _other=other)  # which may own a temporary folder
         return made
 
     def to_bytes(self, *, dumps: Dumps = pickle.dumps) -> bytes:
-        """Return the checkpoint as bytes: a dictionary, in which `dumps` pickles what is neither a
+        """Pack the checkpoint into bytes: a dictionary, in which `dumps` pickles what is neither a
         plain value nor an array or a tensor, or a tar archive of the files."""
         if self._data is not None:
             return bytes(values.dump(self._data, dumps=dumps))
@@ -108,7 +108,7 @@ class Checkpoint:
             return folders.pack(folder)
 
     def checked_bytes(self, *, dumps: Dumps = pickle.dumps, users_files: bool = False) -> bytes:
-        """Return these bytes for receivers that trust them, or raise an error here."""
+        """Make these bytes for receivers that trust them, or raise an error here."""
         data = self.to_bytes(dumps=dumps)
         if self._place is not None and not is_directory(data):
             _read(data, str(self._place), self._trusted)
@@ -121,7 +121,7 @@ class Checkpoint:
         return data
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the dictionary. Raise CheckpointError for a folder of files."""
+        """Read the dictionary. Raise CheckpointError for a folder of files."""
         if self._data is not None:
             return dict(self._data)
         where = self._stored()
@@ -136,7 +136,7 @@ class Checkpoint:
         return name in remote.listed(where) if isinstance(where, Uri) else (where / name).is_file()
 
     def _listed(self, name: str) -> bytes:
-        """Return the content of a file in the folder, verified against its list."""
+        """Read the content of a file in the folder, verified against its list."""
         where = self._stored()
         if isinstance(where, Uri):
             with tempfile.TemporaryDirectory(prefix="raysgd-checkpoint-") as local:
@@ -195,18 +195,18 @@ class Checkpoint:
 
     @property
     def path(self) -> str | None:
-        """Return the path or URI where it is stored, or None for a dictionary in memory. A URI
-        includes its password or token, which messages and `repr` mask with `***`."""
+        """The path or URI where it is stored, or None for a dictionary in memory. A URI includes
+        its password or token, which messages and `repr` mask with `***`."""
         return None if self._place is None else locations.text_of(self._place)
 
     @property
     def uri(self) -> str | None:
-        """Return the URI where it is stored, `file://...` for a path, or None for a dictionary in
+        """The URI where it is stored, `file://...` for a path, or None for a dictionary in
         memory."""
         return self._place.absolute().as_uri() if isinstance(self._place, Path) else self.path
 
     def get_internal_representation(self) -> tuple[str, Any]:
-        """Return ("data_dict", the dictionary), ("local_path", the path) or ("uri", the URI)."""
+        """One of ("data_dict", the dictionary), ("local_path", the path) and ("uri", the URI)."""
         if self._place is None:
             return "data_dict", self._data
         return "uri" if isinstance(self._place, Uri) else "local_path", locations.text_of(self._place)
@@ -221,7 +221,7 @@ class Checkpoint:
     # -- metadata -------------------------------------------------------------------------------------
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return the metadata, by default an empty dict."""
+        """Read the metadata, by default an empty dict."""
         if not self._is_folder():
             where, found = "the checkpoint", self.to_dict().get(METADATA_KEY, {})
         else:
@@ -237,7 +237,7 @@ class Checkpoint:
 
     @property
     def can_have_metadata(self) -> bool:
-        """Return whether metadata can be set: not for a stored dictionary, and not under a URI."""
+        """Whether metadata can be set: not for a stored dictionary, and not under a URI."""
         return self._data is not None or (isinstance(self._place, Path) and self._is_folder())
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
@@ -299,7 +299,7 @@ def _remove(folder: str, process: int) -> None:
 
 
 def is_directory(data: bytes | memoryview) -> bool:
-    """Return whether these are the bytes of a folder (a tar archive), not of a dictionary."""
+    """Whether these are the bytes of a folder (a tar archive), not of a dictionary."""
     return bytes(data[257:262]) == b"ustar" and bytes(data[:2]) != ZIP and bytes(data[:1]) != PICKLE
 
 
@@ -312,7 +312,7 @@ def _is_whole(data: bytes, where: Any) -> bool:
 
 
 def _read(data: bytes | memoryview, where: str, trusted: bool) -> dict[str, Any]:
-    """Return the dictionary that was stored, by us or by Ray Train 1.x, which pickled it."""
+    """Read the dictionary that was stored, by us or by Ray Train 1.x, which pickled it."""
     try:
         pickled = bytes(data[:1]) == PICKLE
         if pickled and not trusted:

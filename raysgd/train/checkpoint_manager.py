@@ -120,7 +120,7 @@ class CheckpointManager:
                 locations.delete(each.path)
 
     def place_of(self, number: int) -> Place:
-        """Return where the checkpoint with this number is stored, if it is."""
+        """Where the checkpoint with this number is stored, if it is."""
         return self.directory / f"{PREFIX}{number:06d}"
 
     def _score(self, number: int, payload: bytes, metrics: dict[str, Any]) -> float:
@@ -135,7 +135,7 @@ class CheckpointManager:
         return self.strategy.score(content, metrics)
 
     def _score_adopted(self, number: int, payload: bytes, metrics: dict[str, Any]) -> float:
-        """Return an earlier run's checkpoint's score. Its metrics may not have been written."""
+        """Score an earlier run's checkpoint. Its metrics may not have been written."""
         try:
             return self._score(number, payload, metrics)
         except ConfigError as error:
@@ -152,17 +152,17 @@ class CheckpointManager:
 
     @property
     def latest(self) -> Checkpoint | None:
-        """Return the newest checkpoint, stored or not."""
+        """The newest checkpoint, stored or not."""
         return None if self.payload is None else Checkpoint.from_bytes(self.payload, trusted=True)
 
     @property
     def latest_path(self) -> Place | None:
-        """Return where the newest stored checkpoint is."""
+        """Where the newest stored checkpoint is."""
         return max(self.stored, key=lambda each: each.number).path if self.stored else None
 
     @property
     def best_path(self) -> Place | None:
-        """Return where the best stored checkpoint is; of equal ones, the newer."""
+        """Where the best stored checkpoint is; of equal ones, the newer."""
         return max(self.stored, key=lambda each: (each.score, each.number)).path if self.stored else None
 
 
@@ -171,12 +171,12 @@ class RunCheckpoints:
 
     @property
     def checkpoint_manager(self) -> CheckpointManager | None:
-        """Return what stores the newest run's checkpoints, None before the first run."""
+        """What stores the newest run's checkpoints, None before the first run."""
         raise NotImplementedError
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
-        """Return the newest checkpoint of the newest run, stored or not."""
+        """The newest checkpoint of the newest run, stored or not."""
         latest = None if self.checkpoint_manager is None else self.checkpoint_manager.latest
         return None if latest is None else latest.to_dict()
 
@@ -186,17 +186,17 @@ class RunCheckpoints:
 
     @property
     def latest_checkpoint_dir(self) -> Place | None:
-        """Return where the newest run's checkpoints are stored."""
+        """Where the newest run's checkpoints are stored."""
         return None if self.checkpoint_manager is None else self.checkpoint_manager.directory
 
     @property
     def latest_checkpoint_path(self) -> Place | None:
-        """Return where the newest stored checkpoint is."""
+        """Where the newest stored checkpoint is."""
         return None if self.checkpoint_manager is None else self.checkpoint_manager.latest_path
 
     @property
     def best_checkpoint_path(self) -> Place | None:
-        """Return where the run's best stored checkpoint is; by default, the newest."""
+        """Where the run's best stored checkpoint is; by default, the newest."""
         return None if self.checkpoint_manager is None else self.checkpoint_manager.best_path
 
 

@@ -13,7 +13,6 @@ Driver.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
@@ -21,13 +20,12 @@ import pickle
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from raysgd.callbacks.base import TRACES, CallResult, Run
+from raysgd.callbacks.base import CallResult, Run
 from raysgd.callbacks.callback_list import CallbackList
-from raysgd.config import ElasticConfig, WorkerResources, at_least, refuse_comparison, refuse_rates
 from raysgd.core.messages import FunctionReport
 from raysgd.core.metrics import plain
 from raysgd.core.policy import PLANNED, Recovery
@@ -36,7 +34,7 @@ from raysgd.engine.call import Job
 from raysgd.engine.call_lock import CallLock, Claim
 from raysgd.engine.engine import Engine
 from raysgd.errors import TrainingFailedError
-from raysgd.train.backends import BackendConfig, backend_of
+from raysgd.train.backends import backend_of
 from raysgd.train.checkpoint_manager import CheckpointManager, RunCheckpoints
 from raysgd.train.errors import (
     InactiveWorkerGroupError,
@@ -44,12 +42,12 @@ from raysgd.train.errors import (
     TrainingRunningError,
     TrainingWorkerError,
 )
-from raysgd.train.job import FunctionJob, check_function, function_name
+from raysgd.train.hooks import BackendHooks
+from raysgd.train.job import FunctionJob, FunctionWorkers, check_function, function_name
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.rounds import FunctionRun, RoundResult
 from raysgd.train.session_functions import Codec
-from raysgd.train.settings import HANG_S, check_failure_limit
-from raysgd.train.worker_group import WorkerGroup, WorkersChanged, limits_for
+from raysgd.train.worker_group import WorkerGroup, limits_for
 from raysgd.workers.calls import Blob
 from raysgd.workers.cluster import driver_address, ensure_cluster
 from raysgd.workers.ray_group import RayGroup
@@ -64,36 +62,34 @@ STOP_S = 30.0
 HURRY_S = 2.0
 
 
-class FunctionDriver(RunCheckpoints):
-    """Owns the engine, the backend's hooks and the current run, with its thread. Each worker
-    reserves the resources `worker`; the other arguments are those of `BackendExecutor`."""
+@dataclass(frozen=True)
+class StartedWorkers:
+    """What there is from `start` to `shutdown`; `group` is the user's."""
 
-    def __init__(
-        self,
-        config: BackendConfig,
-        num_workers: int,
-        worker: WorkerResources,
-        max_retries: int = 3,
-        *,
-        elastic: ElasticConfig | None = None,
-        start_with: int | None = None,
-    ) -> None:
-        at_least("num_workers", num_workers, 1, whole=True)
-        check_failure_limit("max_retries", max_retries)
-        self._config, self._backend = config, backend_of(config)
-        self._count, self._least, self._resources, self._max_retries = num_workers, start_with, worker, max_retries
-        self._elastic = elastic or ElasticConfig(hang_timeout_s=HANG_S)
-        refuse_rates(self._elastic, "a training function owns its optimizers")
-        refuse_comparison(self._elastic, "a training function owns its models, so nothing else knows them")
-        self._engine: Engine | None = None
-        self._group: WorkerGroup | None = None
-        self._hooks_group: WorkerGroup | None = None  # for the backend's hooks, which a worker failure does not end
+    engine: Engine
+    group: WorkerGroup
+    hooks: BackendHooks
+
+
+@dataclass(frozen=True)
+class StartedRun:
+    """A run with its thread, and since when it has been running."""
+
+    rounds: FunctionRun
+    thread: threading.Thread
+    claim: Claim
+
+
+class FunctionDriver(RunCheckpoints):
+    """Owns the workers, from their start to their end, and the newest run."""
+
+    def __init__(self, workers: FunctionWorkers) -> None:
+        self.workers, self._backend = workers, backend_of(workers.backend)
+        self._started: StartedWorkers | None = None
+        self._run: StartedRun | None = None
         # Since the newest run began, each with the number of rounds before it as its step.
         self.recoveries_of_run: list[Recovery] = []
-        self._run: FunctionRun | None = None
-        self._thread: threading.Thread | None = None
         self._starting = CallLock()
-        self._running: Claim | None = None
 
     # -- life -----------------------------------------------------------------------------------------
 
@@ -106,14 +102,15 @@ class FunctionDriver(RunCheckpoints):
     ) -> None:
         """Start the workers, and call the `initialization_hook` once in each of them. Each creates
         an object of `train_cls` with `train_cls_args` and `train_cls_kwargs`."""
-        if self._engine is not None:
+        if self._started is not None:
             raise TrainBackendError("the workers were started already: call shutdown() before you start them again")
-        ensure_cluster(self._resources)
-        hang_s, self.recoveries_of_run = self._elastic.hang_timeout_s, []
-        limits = limits_for(collective_s=min(self._config.collective_timeout_s, 0.9 * hang_s), hang_s=hang_s)
-        backend = self._config.make_backend(
+        workers, config = self.workers, self.workers.backend
+        ensure_cluster(workers.resources)
+        hang_s, self.recoveries_of_run = workers.elastic.hang_timeout_s, []
+        limits = limits_for(collective_s=min(config.collective_timeout_s, 0.9 * hang_s), hang_s=hang_s)
+        backend = config.make_backend(
             host=driver_address(),
-            gpus=self._resources.gpus,
+            gpus=workers.resources.gpus,
             join_s=limits.join_s,
             collective_s=limits.collective_s,
         )
@@ -121,103 +118,102 @@ class FunctionDriver(RunCheckpoints):
         codec = Codec(dumps, self._backend.encode_data, self._backend.decode_data)
         factory, hook = pack(FunctionReplicaFactory(codec, make)), pack(initialization_hook)
         engine = Engine(
-            RayGroup(backend, self._resources, unreachable_s=limits.unreachable_s),
+            RayGroup(backend, workers.resources, unreachable_s=limits.unreachable_s),
             backend,
             factory,
             hook=hook,
-            target=self._count,
-            least=self._least,
-            elastic=self._elastic,
+            target=workers.num_workers,
+            least=workers.start_with,
+            elastic=workers.elastic,
             limits=limits,
             on_report=self._on_report,
             on_recovery=self._on_recovery,
         )
         engine.start()
-        self._engine = engine
-        self._hooks_called_for, self._seen_recoveries = -1, 0  # the generation, and its recoveries
         make_group = functools.partial(WorkerGroup.of, engine, has_object=train_cls is not None, guard=self._check_free)
-        self._group, self._hooks_group = make_group(), make_group(max_failures=self._failures_left)
+        hooks = BackendHooks(self._backend, config, engine, make_group(max_failures=self._failures_left))
+        self._started = StartedWorkers(engine, make_group(), hooks)
         try:
-            self._call_hooks()
+            hooks.call()
         except BaseException:
             self.shutdown()
             raise
 
     def shutdown(self) -> None:
         """End the current run, if there is one, and the workers."""
-        engine, self._engine = self._engine, None
-        if engine is None:
+        started, self._started = self._started, None
+        if started is None:
             return
         try:
-            self._stop_run(engine, InactiveWorkerGroupError("the workers were shut down while the function ran"))
+            self._stop_run(
+                started.engine, InactiveWorkerGroupError("the workers were shut down while the function ran")
+            )
             try:
-                self._backend.on_shutdown(self._group, self._config)
+                self._backend.on_shutdown(started.group, self.workers.backend)
             except Exception as error:
                 logger.warning("%s.on_shutdown failed: %s", type(self._backend).__name__, error)
         finally:
-            self._group = self._hooks_group = None
-            engine.stop()
+            started.engine.stop()
 
     @property
     def is_started(self) -> bool:
-        return self._engine is not None
+        return self._started is not None
 
     @property
     def is_running(self) -> bool:
-        """Return whether a function is running."""
-        return self._thread is not None and self._thread.is_alive()
+        """Whether a function is running."""
+        return self._run is not None and self._run.thread.is_alive()
 
     @property
     def worker_group(self) -> WorkerGroup:
-        self._active()
-        assert self._group is not None
-        return self._group
+        return self._require_workers().group
 
     @property
     def recoveries(self) -> list[Recovery]:
-        """Return all recoveries so far: failures, growth, preemptions."""
-        return self._active().recoveries
+        """All recoveries so far: failures, growth, preemptions."""
+        return self._require_workers().engine.recoveries
 
     @property
     def world_size(self) -> int:
-        return self._active().world_size
+        return self._require_workers().engine.world_size
 
     def processes(self) -> list[tuple[str, int]]:
-        """Return the machine and the process id of each rank."""
-        engine = self._engine
-        return engine.processes() if engine is not None else []
+        """The machine and the process id of each rank."""
+        started = self._started  # a shutdown in another thread may end them
+        return started.engine.processes() if started is not None else []
 
-    def _active(self) -> Engine:
-        if self._engine is None:
+    def _require_workers(self) -> StartedWorkers:
+        if self._started is None:
             raise InactiveWorkerGroupError(
                 "the workers are not active: call start() first (after shutdown(), start() creates new ones)"
             )
-        return self._engine
+        return self._started
 
     # -- runs -----------------------------------------------------------------------------------------
 
     def begin(self, job: FunctionJob, manager: CheckpointManager, *, ready: Callable[[], None] = lambda: None) -> None:
         """Start the function on every worker, and return at once. `manager` keeps its checkpoints.
         `ready` is called after all checks, right before the function begins."""
-        engine, task = self._active(), check_function(job.function, job.config)
+        started, task = self._require_workers(), check_function(job.function, job.config)
         with (claim := self._starting.claim(f"the function {function_name(job.function)!r}")):
             self._check_free()
             manager.check_storage()
             packed = pack(task)
             self.recoveries_of_run = []
             ready()
-            number = 1 if self._run is None else self._run.number + 1
-            self._run = run = FunctionRun(number, manager, job, self._backend, fail=engine.cancel)
-            self._running = claim
-            engine.forget_snapshot()
-            work = functools.partial(self._perform, engine, run, packed)
-            self._thread = threading.Thread(target=work, name="raysgd-run", daemon=True)
-            self._thread.start()
+            number = 1 if self._run is None else self._run.rounds.number + 1
+            fail, forget = started.engine.cancel, started.engine.forget_snapshot
+            rounds = FunctionRun(number, manager, job, self._backend, fail=fail, saved=forget)
+            work = functools.partial(self._perform, started, rounds, packed)
+            thread = threading.Thread(target=work, name="raysgd-run", daemon=True)
+            self._run = StartedRun(rounds, thread, claim)
+            forget()
+            thread.start()
 
     def fetch_next_round(self, on_poll: Callable[[], None] = lambda: None) -> RoundResult | None:
-        """Return the next round with the number of the newest checkpoint at that time. `on_poll` is
+        """Fetch the next round with the number of the newest checkpoint at that time. `on_poll` is
         called regularly while this waits, and before it returns."""
-        run = self._current("fetch_next_result")
+        run = self._require_run("fetch_next_result").rounds
         while True:
             try:
                 result = run.next_round(POLL_S)
@@ -229,59 +225,58 @@ class FunctionDriver(RunCheckpoints):
                 raise run.error
             return result
 
-    def unfetched_rounds(self) -> list[RoundResult]:
+    def take_unfetched_rounds(self) -> list[RoundResult]:
         """Remove and return the newest run's complete rounds that were not fetched yet."""
-        return [] if self._run is None else self._run.unfetched()
+        return [] if self._run is None else self._run.rounds.take_unfetched()
 
     def finish_training(self) -> list[Any]:
         """Wait for the function, also with rounds left. Return what every rank returned."""
-        run = self._current("finish_training")
-        assert self._thread is not None
-        while self._thread.is_alive():
-            self._thread.join(POLL_S)
-        if run.error is not None:
-            raise run.error
-        return run.values
+        run = self._require_run("finish_training")
+        while run.thread.is_alive():
+            run.thread.join(POLL_S)
+        if run.rounds.error is not None:
+            raise run.rounds.error
+        return run.rounds.values
 
     def cancel(self, error: BaseException) -> None:
         """Stop the current run. The workers stay."""
-        if self._engine is not None:
-            self._stop_run(self._engine, error)
+        if self._started is not None:
+            self._stop_run(self._started.engine, error)
 
     def _stop_run(self, engine: Engine, error: BaseException) -> None:
-        thread = self._thread
-        if thread is not None and thread.is_alive():
+        if self._run is not None and self._run.thread.is_alive():
             engine.cancel(error)
-            thread.join(STOP_S)
+            self._run.thread.join(STOP_S)
         engine.cancel(None)
 
-    def _current(self, call: str) -> FunctionRun:
-        self._active()
+    def _require_run(self, call: str) -> StartedRun:
+        self._require_workers()
         if self._run is None:
             raise TrainBackendError(f"{call}() was called before start_training(): there is nothing to wait for")
         return self._run
 
     def _check_free(self) -> None:
         """Raise an error while a function runs, whose own thread may use the workers (hooks)."""
-        thread, running = self._thread, self._running
-        if running and thread is not None and thread.is_alive() and thread is not threading.current_thread():
+        run = self._run
+        if run is not None and run.thread.is_alive() and run.thread is not threading.current_thread():
             raise TrainingRunningError(
-                f"a training function is running on these workers: {running.describe()}. Wait until it ends "
+                f"a training function is running on these workers: {run.claim.describe()}. Wait until it ends "
                 "(finish_training, or get_final_results(force=True) of its iterator) before you use them for something "
                 "else, or use another trainer"
             )
 
     # -- the run's thread -----------------------------------------------------------------------------
 
-    def _perform(self, engine: Engine, run: FunctionRun, task: Any) -> None:
+    def _perform(self, started: StartedWorkers, run: FunctionRun, task: Any) -> None:
+        engine = started.engine
         error: BaseException | None = None
         try:
             job = Job(
                 Call(FunctionReplica.function, {"task": task}),
                 again="resume",
-                max_failures=self._max_retries,
+                max_failures=self.workers.max_retries,
                 lead=1,  # a function's steps are checkpoints, which may be hours apart
-                prepare=lambda: self._prepare(engine, run),
+                prepare=lambda: self._prepare(started, run),
                 hurry_s=HURRY_S,
                 is_waiting=run.keeps_ranks_waiting,
             )
@@ -294,54 +289,33 @@ class FunctionDriver(RunCheckpoints):
         run.close(error)
         engine.cancel(None)  # a late cancellation of this run must not end the next one
 
-    def _prepare(self, engine: Engine, run: FunctionRun) -> dict[str, Any]:
+    def _prepare(self, started: StartedWorkers, run: FunctionRun) -> dict[str, Any]:
         """Call the backend's hooks. Return the function's arguments for this attempt."""
-        prepared = -1
-        while prepared != engine.generation:  # a worker may fail while a hook runs
-            self._call_hooks()
-            prepared = engine.generation
-            with contextlib.suppress(WorkersChanged):
-                self._backend.on_training_start(self._hooks_group, self._config)
-        attempt = run.begin_attempt(engine.world_size, engine.nodes)
+        started.hooks.begin_training()
+        attempt = run.begin_attempt(started.engine.world_size, started.engine.nodes)
         payload = run.manager.payload
         return {"attempt": attempt, "checkpoint": None if payload is None else Blob(payload)}
 
-    def _call_hooks(self) -> None:
-        """Call the backend's hooks for a new generation, again if it changes meanwhile."""
-        engine = self._active()
-        while self._hooks_called_for != engine.generation:
-            first, self._hooks_called_for = self._hooks_called_for < 0, engine.generation
-            changes = engine.recoveries[self._seen_recoveries :]
-            self._seen_recoveries = len(engine.recoveries)
-            failed = sorted(
-                {rank for change in changes if change.reason not in PLANNED for rank in change.removed_ranks}
-            )
-            with contextlib.suppress(WorkersChanged):
-                if failed and not first:
-                    self._backend.handle_failure(self._hooks_group, failed, self._config)
-                else:
-                    self._backend.on_start(self._hooks_group, self._config)
-
     def _failures_left(self) -> int:
-        """Return how many more worker failures the run may survive."""
         failed = sum(each.reason not in PLANNED for each in self.recoveries_of_run)
-        return self._max_retries if self._max_retries < 0 else max(self._max_retries - failed, 0)
+        most = self.workers.max_retries
+        return most if most < 0 else max(most - failed, 0)
 
     def _on_report(self, message: FunctionReport, body: Any, acknowledge: Callable[[], None]) -> None:
         if self._run is None:
             acknowledge()
         else:
-            self._run.receive(message, body, acknowledge)
+            self._run.rounds.receive(message, body, acknowledge)
 
     def _on_recovery(self, recovery: Recovery) -> None:
-        reports = 0 if self._run is None else self._run.reports
+        reports = 0 if self._run is None else self._run.rounds.reports
         self.recoveries_of_run.append(replace(recovery, step=reports))
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
     @property
     def checkpoint_manager(self) -> CheckpointManager | None:
-        return None if self._run is None else self._run.manager
+        return None if self._run is None else self._run.rounds.manager
 
 
 class TrainingIterator:
@@ -355,7 +329,8 @@ class TrainingIterator:
         *,
         record: Callable[[RoundResult], None] = lambda result: None,
     ) -> None:
-        """`record` gets every complete round, before the callbacks do, even at a stop."""
+        """`record` gets every round before the callbacks do. It alone gets those that are
+        incomplete, and those that were not fetched before a stop."""
         self._executor, self._callbacks, self._record = executor, callbacks or CallbackList([]), record
         self._finished = False
         self._rounds = self._recoveries = 0
@@ -378,11 +353,10 @@ class TrainingIterator:
             return None
         try:
             while (result := self._executor.fetch_next_round(self._report_recoveries)) is not None:
-                visible = _without_traces(result)
-                self._record(visible)
+                self._record(result)
                 if result.complete:
-                    self._report_round(result.rows, visible.rows)
-                    return visible
+                    self._report_round(result)
+                    return result
             self._results = self._executor.finish_training()
         except BaseException as error:  # of the function, of a callback that stops training, or Ctrl-C
             self._stop(error)
@@ -441,12 +415,12 @@ class TrainingIterator:
     def _stop(self, error: BaseException) -> None:
         self._finished = True
         self._executor.cancel(error if isinstance(error, Exception) else KeyboardInterrupt())
-        for result in self._executor.unfetched_rounds():
-            self._record(_without_traces(result))
+        for result in self._executor.take_unfetched_rounds():
+            self._record(result)
 
-    def _report_round(self, reported: list[dict[str, Any]], visible: list[dict[str, Any]]) -> None:
+    def _report_round(self, round_: RoundResult) -> None:
         self._rounds += 1
-        rows = [{name: plain(value) for name, value in row.items()} for row in visible]
+        rows = [{name: plain(value) for name, value in row.items()} for row in round_.rows]
         first = rows[0] if rows else {}
         epoch = first.get("epoch")
         result = CallResult(
@@ -457,7 +431,7 @@ class TrainingIterator:
             by_worker=rows,
             world_size=len(rows),
             seconds=float(_finite(first.get("_time_this_iter_s"), 0.0)),
-            traces=[row.get(TRACES, {}) for row in reported],
+            traces=round_.traces,
         )
         self._callbacks.result(result)
         self._callbacks.raise_stop()
@@ -470,13 +444,13 @@ class TrainingIterator:
         self._callbacks.raise_stop()
 
     def is_finished(self) -> bool:
-        """Return whether all rounds were fetched and the function has ended."""
+        """Whether all rounds were fetched and the function has ended."""
         return self._finished
 
     @folding
     def get_final_results(self, force: bool = False) -> list[Any] | None:
-        """Return what each rank returned, or None before the end. With `force`, wait for the end,
-        and discard what the function still reports."""
+        """Get what each rank returned, or None before the end. With `force`, wait for the end, and
+        discard what the function still reports."""
         if not self._finished and force:
             for _ in self:
                 pass
@@ -488,11 +462,6 @@ class TrainingIterator:
 SGDIterator = TrainingIterator
 
 
-def _without_traces(result: RoundResult) -> RoundResult:
-    """Remove profiler traces, which only the profiler's callback gets."""
-    return replace(result, rows=[{name: row[name] for name in row if name != TRACES} for row in result.rows])
-
-
 def _finite(value: Any, default: float) -> float:
-    """Return raysgd's own number in a report, unless the function reported something else there."""
+    """Take raysgd's own number in a report, unless the function reported something else there."""
     return value if isinstance(value, (int, float)) and math.isfinite(value) else default

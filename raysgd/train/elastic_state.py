@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 import sys
 from collections.abc import Mapping
@@ -13,6 +14,23 @@ from raysgd.core.tree import mapped
 from raysgd.errors import ConfigError
 from raysgd.train.session_functions import OutsideSession, Session, current
 
+logger = logging.getLogger("raysgd")
+
+NOT_READ = (
+    "the training function runs again with the state of its last commit, and commits without having read %s: if it counts in variables of "
+    "its own, it repeats what was done before. Begin with these values, for example with `while state['epoch'] < 10`"
+)
+
+
+@dataclass(frozen=True)
+class ByReference:
+    """Content that a commit does not copy, because nothing changes it until the next one."""
+
+    content: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ByReference:
+        return self
+
 
 @dataclass
 class Commit:
@@ -20,6 +38,11 @@ class Commit:
     content, and how many rounds of reports the run had before it."""
 
     kept: tuple[dict[str, Any] | None, int] = (None, 0)  # together, because a signal can come between two assignments
+
+    def settle(self) -> None:
+        """Copy what is kept by reference. Called when the function has ended."""
+        content, reports = self.kept
+        self.kept = mapped(_settle_leaf, content), reports
 
 
 def elastic(state: Mapping[str, Any]) -> ElasticState:
@@ -50,16 +73,25 @@ class ElasticState:
     def __init__(self, parts: dict[str, Any], session: Session) -> None:
         self._session = session
         self._commit: Commit = session.commit
-        self._parts = {name: _unwrapped(part) for name, part in parts.items() if _has_state_dict(part)}
+        if session.is_elastic:
+            raise ConfigError(
+                "train.elastic() was called twice in this function, and there is one commit for each: pass all that continues to one call. "
+                "A prepared Trainer of transformers or Lightning makes it, too: run one of them in a function"
+            )
+        session.is_elastic = True
+        self._parts = {name: _unwrap(part) for name, part in parts.items() if _has_state_dict(part)}
         self._values = {name: part for name, part in parts.items() if not _has_state_dict(part)}
         content, reports = self._commit.kept
+        self._unread: list[str] = []  # counters that were restored, until one is read
         if content is not None:
             self.restore()
-            session.repeats_since(reports)
+            self._unread = [f"state[{name!r}]" for name, value in self._values.items() if type(value) is int]
+            session.repeat_since(reports)
         else:
             self._keep()
 
     def __getitem__(self, name: str) -> Any:
+        self._unread = []
         return self._values[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -71,13 +103,26 @@ class ElasticState:
     def commit(self) -> None:
         """Commit the current state: training resumes from here after a failure, and new workers
         join here. Every rank must call it at the same places."""
+        if self._unread and self._session.rank_info.world_rank == 0:
+            logger.warning(NOT_READ, " or ".join(self._unread))
+        self._unread = []
         self._keep()
         self._session.at_boundary()
 
+    def commit_step(self) -> None:
+        """Commit in `optimizer.step()`, before which the gradients were known to be whole."""
+        self._commit.kept = self._copy_state(), self._session.note_commit()
+        self._session.at_boundary()
+
+    def keep_again(self) -> None:
+        """Keep the last commit with the objects that have its content now. What the function has
+        reported after it is still repeated."""
+        self._commit.kept = self._copy_state(), self._commit.kept[1]
+
     def _keep(self) -> None:
-        content = self._copied()
+        content = self._copy_state()
         self._session.ensure_whole()
-        self._commit.kept = content, self._session.committed()
+        self._commit.kept = content, self._session.note_commit()
 
     def restore(self) -> None:
         """Restore the last commit, and discard what was done since then."""
@@ -98,14 +143,16 @@ class ElasticState:
         this is not necessary, because the ranks have the same state then."""
         if self._session.rank_info.world_size > 1:
             first = self._session.rank_info.world_rank == 0
-            packed = _from_rank_0(pickle.dumps(self._copied()) if first else None)
+            packed = _from_rank_0(pickle.dumps(self._copy_state()) if first else None)
             self._session.ensure_whole()
             content = pickle.loads(packed)
-            self._commit.kept = content, self._session.committed()
+            self._commit.kept = content, self._session.note_commit()
             self.restore()
+        unread, self._unread = self._unread, []
         self.commit()
+        self._unread = unread
 
-    def _copied(self) -> dict[str, Any]:
+    def _copy_state(self) -> dict[str, Any]:
         saved = {name: part.state_dict() for name, part in self._parts.items()}
         full: dict[str, Any] = copied({**saved, **self._values})
         return full
@@ -133,7 +180,7 @@ def _has_state_dict(part: Any) -> bool:
     return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
 
 
-def _unwrapped(part: Any) -> Any:
+def _unwrap(part: Any) -> Any:
     """Return the model inside of wrappers: its parameter names do not depend on the world size."""
     if "torch" not in sys.modules:
         return part
@@ -143,10 +190,14 @@ def _unwrapped(part: Any) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy that training does not change: tensors on the CPU, deep copies of others."""
-    return mapped(_copied_leaf, value)
+    """Make a copy that training does not change: tensors on the CPU, deep copies of others."""
+    return mapped(_copy_leaf, value)
 
 
-def _copied_leaf(value: Any, *path: Any) -> Any:
+def _settle_leaf(value: Any, *path: Any) -> Any:
+    return ByReference(copied(value.content)) if isinstance(value, ByReference) else value
+
+
+def _copy_leaf(value: Any, *path: Any) -> Any:
     is_tensor = hasattr(value, "detach") and hasattr(value, "cpu")
     return value.detach().to("cpu", copy=True) if is_tensor else copy.deepcopy(value)

@@ -11,9 +11,9 @@ from raysgd.config import ElasticConfig
 from raysgd.storage.locations import Place, place
 from raysgd.train.backends import BackendConfig
 from raysgd.train.driver import FunctionDriver
-from raysgd.train.job import FunctionJob
+from raysgd.train.job import FunctionJob, FunctionWorkers
 from raysgd.train.session_functions import TrainingResultType
-from raysgd.train.settings import CheckpointConfig, check_strategy
+from raysgd.train.settings import DEFAULT_ELASTIC, CheckpointConfig, check_strategy
 from raysgd.train.worker_group import check_resources
 
 
@@ -43,7 +43,8 @@ class BackendExecutor(FunctionDriver):
         start_with: int | None = None,
     ) -> None:
         worker = check_resources(num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker)
-        super().__init__(backend_config, num_workers, worker, max_retries, elastic=elastic, start_with=start_with)
+        elastic = elastic or DEFAULT_ELASTIC
+        super().__init__(FunctionWorkers(backend_config, num_workers, worker, max_retries, elastic, start_with))
 
     def start_training(
         self,
@@ -57,12 +58,12 @@ class BackendExecutor(FunctionDriver):
     ) -> None:
         """Start the function on every worker, and return at once. Without a `run_dir`, checkpoints
         are only kept in memory."""
-        self._active()
+        self._require_workers()
         check_strategy(checkpoint_strategy)
         strategy = checkpoint_strategy if run_dir is not None else CheckpointConfig(num_to_keep=0)
         job = FunctionJob(function=train_func, config=config, checkpoint=checkpoint, checkpoint_config=strategy)
         folder = place(run_dir or tempfile.gettempdir()) / "checkpoints"
-        self.begin(job, job.manager(folder, latest_id=latest_checkpoint_id or 0))
+        self.begin(job, job.make_manager(folder, latest_id=latest_checkpoint_id or 0))
 
     def run(self, train_func: Callable[..., Any]) -> list[Any]:
         """Run `train_func` to its end, and return what every rank returned."""
@@ -70,16 +71,18 @@ class BackendExecutor(FunctionDriver):
         return self.finish_training()
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
-        """Return what every rank reported in the next round; None: the function has ended."""
-        result = self.fetch_next_round()
-        return None if result is None else result.rows
+        """Fetch what every rank reported in the next round; None: the function has ended."""
+        while (result := self.fetch_next_round()) is not None:
+            if result.complete:
+                return result.rows
+        return None
 
     def get_next_results(self) -> list[SimpleNamespace] | None:
-        """Return the next round as results with a `type` and `data`, as in Ray Train 1.x."""
+        """Fetch the next round as results with a `type` and `data`, as in Ray Train 1.x."""
         rows = self.fetch_next_result()
         return None if rows is None else [SimpleNamespace(type=TrainingResultType.REPORT, data=row) for row in rows]
 
     @property
     def latest_checkpoint_id(self) -> int | None:
-        """Return the number of the newest checkpoint. Numbers may begin above 0."""
-        return None if self._run is None else self._run.manager.latest_id
+        """The number of the newest checkpoint. Numbers may begin above 0."""
+        return None if self._run is None else self._run.rounds.manager.latest_id

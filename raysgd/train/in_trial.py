@@ -21,7 +21,7 @@ IS_FILE = "_is_dictionary"
 
 
 def is_trial() -> bool:
-    """Return whether Tune runs a function in this process."""
+    """Whether Tune runs a function in this process."""
     if "ray.tune" not in sys.modules:
         return False
     with warnings.catch_warnings():
@@ -30,7 +30,7 @@ def is_trial() -> bool:
 
 
 def describe() -> dict[str, Any]:
-    """Return what `train.get_context()` says about the trial."""
+    """Collect what `train.get_context()` says about the trial."""
     context = _tune().get_context()
     return {
         "experiment_name": context.get_experiment_name(),
@@ -42,7 +42,7 @@ def describe() -> dict[str, Any]:
 
 
 def newest_checkpoint() -> Checkpoint | None:
-    """Return the trial's checkpoint."""
+    """The trial's checkpoint."""
     found = _tune().get_checkpoint()
     if found is None:
         return None
@@ -79,20 +79,20 @@ def store(own: Checkpoint, folder: str) -> Any:
 
 
 def number_of(checkpoint: Any) -> int | None:
-    """Return the number of a run's checkpoint that Tune has, at which a restart continues."""
+    """The number of a run's checkpoint that Tune has, at which a restart continues."""
     metadata = checkpoint.get_metadata() if hasattr(checkpoint, "get_metadata") and is_trial() else {}
     number: int | None = metadata.get(NUMBER)
     return number
 
 
 def place_in(folder: str, metadata: Mapping[str, Any]) -> Path:
-    """Return where the checkpoint is in the folder of a trial's: a file in it, or the folder."""
+    """Where the checkpoint is in the folder of a trial's: a file in it, or the folder."""
     file = Path(folder) / DICT_FILE
     return file if metadata.get(IS_FILE, file.is_file()) else Path(folder)
 
 
 def without_tensors(value: Any) -> Any:
-    """Return a number for a single number, and arrays for other tensors, which Tune refuses."""
+    """A number for a single number, and arrays for other tensors, which Tune refuses."""
     value = plain(value)
     if isinstance(value, Mapping):
         return {name: without_tensors(each) for name, each in value.items()}

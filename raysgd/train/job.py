@@ -1,34 +1,52 @@
-"""A run of a training function that has not started: what it calls, and what it starts from.
-Driver."""
+"""A run of a training function that has not started: its workers, what it calls, and what it starts
+from. Driver."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from raysgd.config import ElasticConfig, WorkerResources, at_least, refuse_comparison, refuse_of_torch
 from raysgd.errors import ConfigError
 from raysgd.storage.locations import place
 from raysgd.storage.remote import Uri
+from raysgd.train.backends import BackendConfig
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.checkpoint_manager import CheckpointManager
-from raysgd.train.settings import CheckpointConfig, check_strategy
+from raysgd.train.settings import DEFAULT_ELASTIC, CheckpointConfig, check_failure_limit, check_strategy
+from raysgd.train.splits import DatasetSplits
 from raysgd.workers.serialization import dumps
 
 BEFORE_FIRST = -1  # fit() and trials count checkpoints from 0
 
 
-class ShardMaker(Protocol):
-    """Creates each rank's part of the datasets."""
+@dataclass(frozen=True)
+class FunctionWorkers:
+    """The workers of training functions, as a trainer's arguments describe them.
 
-    def __call__(self, world_size: int, nodes: Sequence[str] = ()) -> Sequence[Mapping[str, Any]]:
-        """Return each rank's parts by name. The run calls this on the driver for every attempt,
-        with the node of each rank. Nothing reads the parts of an earlier attempt any more."""
+    backend      a `BackendConfig`
+    num_workers  the largest number of workers
+    resources    what each reserves
+    max_retries  how many worker failures a run survives (-1: any number)
+    elastic      an `ElasticConfig`
+    start_with   how many workers are enough to start; None: all
+    """
 
-    def close(self) -> None:
-        """Called when the run ends."""
+    backend: BackendConfig
+    num_workers: int
+    resources: WorkerResources
+    max_retries: int = 3
+    elastic: ElasticConfig = DEFAULT_ELASTIC
+    start_with: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least("num_workers", self.num_workers, 1, whole=True)
+        check_failure_limit("max_retries", self.max_retries)
+        refuse_of_torch(self.elastic, "a training function owns its optimizers")
+        refuse_comparison(self.elastic, "a training function owns its models, so nothing else knows them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +58,7 @@ class FunctionJob:
     checkpoint_config  which checkpoints stay
     metadata, trial    what `train.get_context()` returns
     shards             creates the parts of the datasets
-    make               creates the workers' driver for it, without starting it
+    hook               what each worker calls when it starts
     """
 
     function: Callable[..., Any]
@@ -49,10 +67,10 @@ class FunctionJob:
     checkpoint_config: CheckpointConfig | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     trial: Mapping[str, Any] = field(default_factory=dict)
-    shards: ShardMaker | None = None
-    make: Callable[[], Any] = lambda: None
+    shards: DatasetSplits | None = None
+    hook: Callable[[], Any] | None = None
 
-    def manager(self, directory: Any, *, latest_id: int = BEFORE_FIRST) -> CheckpointManager:
+    def make_manager(self, directory: Any, *, latest_id: int = BEFORE_FIRST) -> CheckpointManager:
         """Return the manager of the run's checkpoints, which are stored in its directory."""
         check_strategy(self.checkpoint_config)
         initial = payload_of(self.checkpoint)
@@ -60,12 +78,12 @@ class FunctionJob:
 
 
 def function_name(function: Any) -> str:
-    """Return the name of a training function, which may be any callable object."""
+    """The name of a training function, which may be any callable object."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def check_function(function: Any, config: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a function and its arguments (none, or the config). Raise ConfigError for others."""
+    """Check a function and its arguments (none, or the config). Raise ConfigError for others."""
     if not callable(function) or isinstance(function, type):
         raise ConfigError(
             f"the training function must be a function of no or one argument, got {function!r}. An operator class is for "
@@ -91,7 +109,7 @@ def check_function(function: Any, config: Any) -> tuple[Callable[..., Any], tupl
 
 
 def payload_of(checkpoint: Any) -> bytes | None:
-    """Return the checkpoint that a run starts from as bytes. Raise an error here, before any worker
+    """Make bytes of the checkpoint that a run starts from. Raise an error here, before any worker
     gets it, if it is damaged, unknown, or would run code."""
     if checkpoint is None:
         return None

@@ -19,10 +19,11 @@ from raysgd.torch.data.prefetch import DeviceCarrier, make_carrier
 from raysgd.torch.data.sampling import is_planned
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.parts import move
+from raysgd.training.step import Drawn
 
 
 def distribute(loader: DataLoader[Any], rank_info: RankInfo) -> DataLoader[Any]:
-    """Return a copy of the loader, with the same options, that reads this rank's part. Loaders that
+    """Make a copy of the loader, with the same options, that reads this rank's part. Loaders that
     already divide their data, or that have no batches to divide, are returned as they are."""
     if isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler):
         return loader
@@ -78,7 +79,7 @@ class PreparedLoader:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the user's loader, such as `dataset` or `sampler`."""
+        """Read an attribute of the user's loader, such as `dataset` or `sampler`."""
         if name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
@@ -97,21 +98,30 @@ class ElasticLoader:
         self.epochs_begun = 0
         self._offset = 0
         self._open = False
+        # Whether the loop has all batches of the epoch: if it counts them, it never asks for the end.
+        self._given = False
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the rest of the epoch that is open, or a new epoch."""
-        if not self._open:
+        """Iterate over the rest of the epoch that is open, or a new epoch."""
+        if not self._open or self._given:
             self.epochs_begun += 1
             self._source.begin(self.epochs_begun - 1, self._rank_info, self._rank_info.world_size > 1)
-            self._offset, self._open = 0, True
-        for drawn in self._source.batches(self._rank_info, self._offset):
+            self._offset, self._open, self._given = 0, True, False
+        self._given = not len(self)
+        return self._read_rest(self._source.batches(self._rank_info, self._offset))
+
+    def _read_rest(self, batches: Iterator[Drawn]) -> Iterator[Any]:
+        for drawn in batches:
             self._offset = drawn.offset
+            self._given = not len(self)
             yield drawn.batch if self._device is None else move(drawn.batch, self._device)
         self._open = False
 
     def __len__(self) -> int:
-        """Return how many batches are left of the open epoch for each rank."""
-        return self._source.steps_left(self._rank_info, self._offset) if self._open else len(self._source.loader)
+        """How many batches each rank has left of the open epoch, or those of a new one."""
+        if not self._open or self._given:
+            return len(self._source.loader)
+        return self._source.steps_left(self._rank_info, self._offset)
 
     def close(self) -> None:
         """End the loader's processes."""
@@ -123,4 +133,5 @@ class ElasticLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epochs_begun, self._offset, self._open = state["epochs_begun"], state["offset"], state["open"]
+        self._given = False
         self._source.load(state["source"])

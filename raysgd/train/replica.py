@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import signal
@@ -16,17 +17,24 @@ from importlib import import_module
 from types import FrameType
 from typing import Any
 
+from raysgd.core.control import Control
 from raysgd.core.outcomes import DataLoaderFailure, Interrupted
-from raysgd.core.progress import Control, Progress
+from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.train.elastic_state import Commit
 from raysgd.train.session_functions import Attempt, Codec, Session, Stopped, running
 
+logger = logging.getLogger("raysgd")
+
 KERAS_3 = (
     "Keras 3 cannot run `fit` under a tf.distribute strategy for several workers, and fails with TensorFlow's error about a PerReplica "
     "value. Loop over the batches with strategy.run, as examples/function_keras.py does, or train this model with raysgd.tf.TFTrainer"
+)
+FROM_THE_BEGINNING = (
+    "the training function starts again from its beginning, because it has saved no checkpoint: what it had reported is made and reported "
+    "again. Save some with train.report(metrics, checkpoint=...), and begin with train.get_checkpoint()"
 )
 STOP_SIGNAL = signal.SIGUSR2
 SIGNAL_INTERVAL_S = 0.05
@@ -34,14 +42,13 @@ DATA_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 
 
 def _is_data_loaders(frame: FrameType) -> bool:
-    """Return whether this is a frame of torch's DataLoader."""
     return frame.f_code.co_filename.endswith(DATA_LOADER)
 
 
 def _must_finish(frame: FrameType | None) -> bool:
-    """Return whether an exception would do harm here: a module whose import is stopped stays broken
-    in this process, Python ignores exceptions in a finalizer, and the processes of a DataLoader
-    that is being made or ended would be left over."""
+    """Whether an exception would do harm here: a module whose import is stopped stays broken in
+    this process, Python ignores exceptions in a finalizer, and the processes of a DataLoader that
+    is being made or ended would be left over."""
     while frame is not None:
         code = frame.f_code
         if code.co_name == "__del__" or code.co_filename == "<frozen importlib._bootstrap>":
@@ -53,7 +60,7 @@ def _must_finish(frame: FrameType | None) -> bool:
 
 
 def torch_modes() -> Callable[[], None]:
-    """Return what restores torch's modes of this thread, if torch has been imported then. A signal
+    """Make what restores torch's modes of this thread, if torch has been imported then. A signal
     can end `torch.no_grad()` or `torch.autocast()` in the middle of their own code."""
     torch = sys.modules.get("torch")
     if torch is None:
@@ -80,7 +87,7 @@ def torch_modes() -> Callable[[], None]:
 
 
 def is_keras_3_under_a_strategy(error: ValueError) -> bool:
-    """Return whether Keras 3 has raised the error about a value of a strategy."""
+    """Whether Keras 3 has raised the error about a value of a strategy."""
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     return "PerReplica" in str(error) and any(module.startswith("keras.") for module in modules)
 
@@ -104,6 +111,7 @@ class FunctionReplica:
         self._rank_info, self._control, self._codec = rank_info, control, factory.codec
         self.instance = factory.make() if factory.make is not None else None
         self._commit = Commit()
+        self._objects: dict[str, Any] = {}  # of `train.once`
         self._run_number = -1
         self._steps = 0
         self._stoppable = False
@@ -129,7 +137,14 @@ class FunctionReplica:
         """Run the training function, and pickle its result: that may be the user's error."""
         if attempt.run != self._run_number:
             self._run_number = attempt.run
-            self._commit.kept = None, 0
+            self._commit.kept, self._objects = (None, 0), {}
+        if (
+            attempt.number > 1
+            and checkpoint is None
+            and self._commit.kept[0] is None
+            and self._rank_info.world_rank == 0
+        ):
+            logger.warning(FROM_THE_BEGINNING)
         session = Session(
             self._rank_info,
             self._control,
@@ -137,6 +152,7 @@ class FunctionReplica:
             self._codec,
             at_boundary=self._at_boundary,
             commit=self._commit,
+            objects=self._objects,
         )
         self._control.begun = self._steps + 1
         try:
@@ -156,6 +172,8 @@ class FunctionReplica:
     def _call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Call the function. Only meanwhile, and only once, may `_on_signal` stop it."""
         restore_modes = torch_modes()
+        if "accelerate" in sys.modules:  # it would keep the ranks of the attempt before
+            import_module("raysgd.torch.foreign").reset_accelerate()
         self._stoppable = True
         try:
             if self._control.interrupted:
@@ -171,6 +189,7 @@ class FunctionReplica:
             raise
         finally:
             self._stoppable = False
+            self._commit.settle()
 
     def apply(self, function: Callable[[], Any], only: int | None = None) -> Any:
         return function() if only is None or only == self._rank_info.world_rank else None
@@ -226,7 +245,7 @@ class FunctionReplica:
         self._rank_info = rank_info
 
     def partial(self) -> None:
-        """Return nothing: the driver already has the reports of a function."""
+        """Nothing: the driver already has the reports of a function."""
 
     def state(self) -> bytes:
         return self._codec.dumps((self._run_number, self._steps, self._commit.kept))

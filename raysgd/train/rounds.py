@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+from raysgd.callbacks.base import TRACES
 from raysgd.core.messages import FunctionReport
 from raysgd.environment import flag_from_environment
 from raysgd.errors import ranked
@@ -53,13 +54,13 @@ class Rounds:
         mine.append(report)
         same_round = [queue[len(mine) - 1] for queue in self._waiting if len(queue) >= len(mine)]
         if len({each.kind for each in same_round}) > 1:
-            raise ReportMismatchError(_different_kinds(same_round))
+            raise ReportMismatchError(_describe_calls(same_round))
         if all(self._waiting):
             return tuple(queue.popleft() for queue in self._waiting)
         return None
 
     def incomplete_of(self, rank: int) -> int:
-        """Return how many rounds in which this rank has reported are incomplete."""
+        """How many rounds in which this rank has reported are incomplete."""
         return len(self._waiting[rank])
 
     def take_incomplete(self) -> list[Round]:
@@ -82,11 +83,11 @@ class Rounds:
 
 
 def checkpoint_of(round_: Round) -> bytes | None:
-    """Return the checkpoint of the lowest rank that has one, as all have the same state."""
+    """The checkpoint of the lowest rank that has one, as all have the same state."""
     return next((report.checkpoint for report in round_ if report.checkpoint is not None), None)
 
 
-def _different_kinds(reports: list[Report]) -> str:
+def _describe_calls(reports: list[Report]) -> str:
     calls = "; ".join(
         f"{ranked(sorted(r.rank for r in reports if r.kind == kind))} called {call}"
         for kind, call in CALLS.items()
@@ -97,7 +98,8 @@ def _different_kinds(reports: list[Report]) -> str:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """A round: the metrics of each rank, and the number of the newest checkpoint at that time.
+    """A round: the metrics of each rank, its profiler traces, and the number of the newest
+    checkpoint at that time.
 
     A round is incomplete if the workers failed, or the run ended, before every rank had reported.
     It has only rank 0's row, and is only recorded, because no attempt will report it again: the
@@ -105,6 +107,7 @@ class RoundResult:
     """
 
     rows: list[dict[str, Any]]
+    traces: list[dict[str, bytes]]
     checkpoint_id: int
     complete: bool = True
 
@@ -114,11 +117,15 @@ class FunctionRun:
     checkpoints, and the reports that wait for their acknowledgement.
 
     Calls `fail` for errors in here, because reports are received while the engine is waiting for
-    the function.
+    the function, and `saved` when there is a new checkpoint: a commit that a worker left before
+    that is an older state.
 
     A rank continues when its call is acknowledged: when it was received, unless the storage is
     several rounds behind. So ranks that are in one round wait together: one that continued alone
-    would wait for the others in a collective call, which has a time limit.
+    would wait for the others in a collective call, which has a time limit. None waits until its
+    round is complete. If rank 0 alone reports, it would wait for the others, and they for it in
+    their next collective call, until that time limit. As it is, the function ends, and
+    `check_counts` says which ranks have reported more often.
     """
 
     def __init__(
@@ -129,14 +136,15 @@ class FunctionRun:
         backend: Backend,
         *,
         fail: Callable[[BaseException], None],
+        saved: Callable[[], None] = lambda: None,
     ) -> None:
-        self.number, self.manager, self.job, self._backend, self._fail = number, manager, job, backend, fail
+        self.number, self.manager, self.job, self._backend = number, manager, job, backend
+        self._fail, self._saved = fail, saved
         # Rounds that the writer has done, and checkpoints that it has not.
         self._settled = self._unstored = 0
         self._waiting: list[tuple[int, Callable[[], None]]] = []  # the number of the round, what acknowledges
-        self._lock = (
-            threading.Lock()
-        )  # for `_waiting` and the numbers above it: the engine's thread and the writer's use them
+        # For `_waiting` and the numbers above it: the engine's thread and the writer's use them.
+        self._lock = threading.Lock()
         self._attempt = 0
         self.reports = self._closed = 0  # rounds: those with metrics, and all
         self._rounds = Rounds(0)
@@ -148,7 +156,7 @@ class FunctionRun:
     # -- the engine's thread --------------------------------------------------------------------------
 
     def begin_attempt(self, world_size: int, nodes: Sequence[str] = ()) -> Attempt:
-        """Return what the ranks need for the next attempt. Rank 0's newest checkpoint of the last
+        """Make what the ranks need for the next attempt. Rank 0's newest checkpoint of the last
         attempt counts, because what the driver received from it is never lost."""
         self._close_incomplete_rounds()
         self._let_continue(everyone=True)  # their calls have ended, but not what the function has started
@@ -223,13 +231,16 @@ class FunctionRun:
     def _close_round(self, round_: Round, *, complete: bool = True) -> None:
         payload, result, number = checkpoint_of(round_), None, 0
         if payload is not None:
-            payload = _decoded(self._backend, payload)
+            payload = _decode_checkpoint(self._backend, payload)
             number = self.manager.register(payload)
+            self._saved()
             with self._lock:
                 self._unstored += 1
         if round_[0].kind == "report":
             self.reports += 1
-            result = RoundResult([report.metrics for report in round_], self.manager.latest_id, complete)
+            rows = [report.metrics for report in round_]
+            traces = [row.pop(TRACES, {}) for row in rows]
+            result = RoundResult(rows, traces, self.manager.latest_id, complete)
         self._closed += 1
         settle = partial(self._settle, number, payload, round_[0].metrics, result)
         self._writer.put(settle, stores=payload is not None)
@@ -258,7 +269,7 @@ class FunctionRun:
         return number <= self._settled + UNSTORED_ROUNDS or not self._unstored
 
     def keeps_ranks_waiting(self) -> bool:
-        """Return whether ranks wait for the storage, which the engine's thread asks several times a
+        """Whether ranks wait for the storage, which the engine's thread asks several times a
         second. Storage that takes too long ends the run."""
         self._writer.check_time()
         return bool(self._waiting) and self._unstored > 0
@@ -266,13 +277,13 @@ class FunctionRun:
     # -- the user's thread ----------------------------------------------------------------------------
 
     def next_round(self, timeout: float) -> RoundResult | None:
-        """Return the next round, None at the end. Raise queue.Empty after the timeout."""
+        """Take the next round, None at the end. Raise queue.Empty after the timeout."""
         result = self._complete.get(timeout=timeout)
         if result is None:
             self._complete.put(None)
         return result
 
-    def unfetched(self) -> list[RoundResult]:
+    def take_unfetched(self) -> list[RoundResult]:
         """Remove and return the rounds that are complete now."""
         found: list[RoundResult] = []
         try:
@@ -283,7 +294,7 @@ class FunctionRun:
         return found
 
 
-def _decoded(backend: Backend, payload: bytes) -> bytes:
+def _decode_checkpoint(backend: Backend, payload: bytes) -> bytes:
     """Return a checkpoint that a worker has encoded as the user gave it."""
     if backend.decode_data is Backend.decode_data or is_directory(payload):
         return payload

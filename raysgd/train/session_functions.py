@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
+from raysgd.core.control import Control
 from raysgd.core.messages import FunctionReport
 from raysgd.core.metrics import check_metrics
 from raysgd.core.network import own_address
-from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
-from raysgd.errors import ConfigError, described
+from raysgd.errors import ConfigError, described, shown
 from raysgd.train import in_trial
 from raysgd.train.checkpoint import Checkpoint, is_directory
 from raysgd.train.settings import TIMESTAMP
@@ -32,6 +32,7 @@ __all__ = [
     "get_dataset_shard",
     "load_checkpoint",
     "local_rank",
+    "once",
     "report",
     "save_checkpoint",
     "world_rank",
@@ -95,8 +96,9 @@ class Codec:
 class Session:
     """Owns one rank's counters in one attempt.
 
-    `at_boundary` is called after each checkpoint and commit, where the run can continue with other
-    workers. `commit` holds the last commit of `train.elastic`.
+    `at_boundary` is called after each commit, where the run can continue with other workers, and in
+    a function without `train.elastic` after each checkpoint. `commit` holds the last commit of
+    `train.elastic`, and `objects` those of `train.once`, which stay until the run ends.
     """
 
     def __init__(
@@ -108,9 +110,12 @@ class Session:
         *,
         at_boundary: Callable[[], None] = lambda: None,
         commit: Any = None,
+        objects: dict[str, Any] | None = None,
     ) -> None:
         self.rank_info, self.attempt, self.commit, self.at_boundary = rank_info, attempt, commit, at_boundary
         self.precision: Any = None  # set by train.torch.accelerate
+        self.is_elastic = False  # whether this attempt has called train.elastic
+        self._objects, self._asked = {} if objects is None else objects, set[str]()
         self.at_end = contextlib.ExitStack()  # what is closed when the function has ended in any way
         self._control, self._codec = control, codec
         self._encoded = False  # whether `_payload` is this rank's own, which the driver has not decoded
@@ -132,8 +137,8 @@ class Session:
             return
         self._reports += 1
         try:
-            head = self._pickled({**self._autofilled(), **self._codec.encode(dict(metrics))})
-            payload = self._packed(checkpoint) if checkpoint is not None else None
+            head = self._pickle({**self._autofill(), **self._codec.encode(dict(metrics))})
+            payload = self._pack(checkpoint) if checkpoint is not None else None
         except BaseException:
             self._reports -= 1  # a function may catch the error, and report something else
             raise
@@ -144,21 +149,31 @@ class Session:
         failed."""
         self._control.ensure_whole()
 
-    def repeats_since(self, reports: int) -> None:
+    def repeat_since(self, reports: int) -> None:
         """Note that the function continues from where it had made so many reports. It makes those
         again that it had made after that, before its next commit, and the driver has them."""
         self._repeated = max(self.attempt.reports - reports, 0)
 
-    def committed(self) -> int:
+    def note_commit(self) -> int:
         """Return how many reports were made, because there is a commit: none is repeated after
         it."""
         self._repeated = 0
         return self._reports
 
     def save_checkpoint(self, values: dict[str, Any]) -> None:
-        self._send("checkpoint", self._pickled({}), self._packed(Checkpoint.from_dict(values)))
+        self._send("checkpoint", self._pickle({}), self._pack(Checkpoint.from_dict(values)))
 
-    def _packed(self, checkpoint: Checkpoint) -> bytes:
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        if name in self._asked:
+            raise ConfigError(
+                f"this function has called train.once() twice with the name {name!r}: pass different ones"
+            )
+        self._asked.add(name)
+        if name not in self._objects:
+            self._objects[name] = make()
+        return self._objects[name]
+
+    def _pack(self, checkpoint: Checkpoint) -> bytes:
         kind, content = checkpoint.get_internal_representation()
         if kind == "data_dict":
             checkpoint = Checkpoint.from_dict({TIMESTAMP: int(time.time()), **self._codec.encode(content)})
@@ -176,10 +191,11 @@ class Session:
         self._control.deliver(message, head if payload is None else b"".join((head, payload)))
         if payload is not None:
             self._payload, self._unpacked, self._encoded = payload, None, True
-            self.at_boundary()
+            if not self.is_elastic:  # it continues from commits, which all ranks make, also if one reports checkpoints
+                self.at_boundary()
         self._check_stop()
 
-    def _pickled(self, metrics: dict[str, Any]) -> bytes:
+    def _pickle(self, metrics: dict[str, Any]) -> bytes:
         try:
             return self._codec.dumps(metrics)
         except Exception as error:
@@ -200,7 +216,7 @@ class Session:
         if self._control.interrupted:
             raise Stopped(asked=False)
 
-    def _autofilled(self) -> dict[str, Any]:
+    def _autofill(self) -> dict[str, Any]:
         now = time.time()
         row: dict[str, Any] = {
             TIMESTAMP: int(now),
@@ -221,7 +237,7 @@ class Session:
     # -- reading --------------------------------------------------------------------------------------
 
     def checkpoint(self) -> Checkpoint | None:
-        """Return the newest checkpoint: this rank's own of this attempt, or else the run's."""
+        """The newest checkpoint: this rank's own of this attempt, or else the run's."""
         if self._payload is None:
             return None
         if not is_directory(self._payload):
@@ -299,8 +315,8 @@ class running:
 
 
 def current(function: str) -> Session:
-    """Return the session of the training function that is running in this process. `function` is
-    the caller's name. Outside one, warn, and return that of a single worker."""
+    """Find the session of the training function that is running in this process. `function` is the
+    caller's name. Outside one, warn, and return that of a single worker."""
     if _running:
         return _running[-1]
     if in_trial.is_trial():
@@ -324,6 +340,10 @@ def report(metrics: Any = None, checkpoint: Any = None, **values: Any) -> None:
     Every rank must call it equally often. When it returns, the driver has received the report, so
     that it is not lost if the worker fails.
     """
+    if isinstance(checkpoint, (Mapping, str, os.PathLike)):
+        raise TypeError(
+            f"checkpoint must be a Checkpoint, got {shown(checkpoint)}: pass Checkpoint.from_dict({{...}}) or from_directory(path)"
+        )
     session = current("report")
     row: dict[str, Any] = dict(values)
     if isinstance(metrics, Mapping):
@@ -335,44 +355,62 @@ def report(metrics: Any = None, checkpoint: Any = None, **values: Any) -> None:
     session.report(row, checkpoint)
 
 
+def once(make: Callable[[], Any], name: str | None = None) -> Any:
+    """Call `make()`, only once in this process, and return what it returns: when the function runs
+    again after a worker failure, the object is there.
+
+        tokens = train.once(load_tokens)
+        model = copy.deepcopy(train.once(lambda: AutoModel.from_pretrained(path), "model"))
+
+    The object stays as the function leaves it, so train a copy. `name` is the name of `make` by
+    default, and must be another one for each call.
+    """
+    if not callable(make):
+        raise ConfigError(f"train.once takes a function without arguments, got {make!r}")
+    name = name or getattr(getattr(make, "func", make), "__qualname__", None)  # a partial has a `func`
+    if name is None:
+        raise ConfigError(f"train.once needs a name= for {make!r}, which has none")
+    return current("once").once(name, make)
+
+
 def save_checkpoint(**values: Any) -> None:
     """Save a checkpoint of these values. Every rank must call it; raysgd keeps rank 0's."""
     current("save_checkpoint").save_checkpoint(values)
 
 
 def load_checkpoint() -> dict[str, Any] | None:
-    """Return as a dict the run's newest checkpoint, or what it started from, or None."""
+    """Load as a dict the run's newest checkpoint, or what it started from, or None."""
     found = current("load_checkpoint").checkpoint()
     return None if found is None else found.to_dict()
 
 
 def get_checkpoint() -> Checkpoint | None:
-    """Return the newest checkpoint of this run, or the one that the run started from, or None."""
+    """Get the newest checkpoint of this run, or the one that the run started from, or None."""
     return current("get_checkpoint").checkpoint()
 
 
 def world_rank() -> int:
-    """Return this worker's rank among all workers."""
+    """This worker's rank among all workers."""
     return current("world_rank").rank_info.world_rank
 
 
 def local_rank() -> int:
-    """Return this worker's rank among the workers of its node."""
+    """This worker's rank among the workers of its node."""
     return current("local_rank").rank_info.local_rank
 
 
 def world_size() -> int:
-    """Return the number of workers. It may be different when the function runs again."""
+    """The number of workers. It may be different when the function runs again."""
     return current("world_size").rank_info.world_size
 
 
 def get_dataset_shard(dataset_name: str | None = None) -> Any:
-    """Return this worker's part of a dataset, by `dataset_name` if there are several, or None."""
+    """Get this worker's part of a dataset, by `dataset_name` if there are several, or None."""
     return current("get_dataset_shard").shard(dataset_name)
 
 
 def get_context() -> TrainContext:
-    """Return the context of this function: ranks, sizes, metadata, and the trial under Tune."""
+    """Get the context of this function: ranks, sizes, metadata, and the trial under Tune."""
     return TrainContext(current("get_context"))
 
 
@@ -383,47 +421,47 @@ class TrainContext:
         self._session = session
 
     def get_world_size(self) -> int:
-        """Return the number of workers."""
+        """The number of workers."""
         return self._session.rank_info.world_size
 
     def get_world_rank(self) -> int:
-        """Return this worker's rank among all workers."""
+        """This worker's rank among all workers."""
         return self._session.rank_info.world_rank
 
     def get_local_rank(self) -> int:
-        """Return this worker's rank among those of its node."""
+        """This worker's rank among those of its node."""
         return self._session.rank_info.local_rank
 
     def get_local_world_size(self) -> int:
-        """Return the number of workers on this node."""
+        """The number of workers on this node."""
         return self._session.rank_info.local_world_size
 
     def get_node_rank(self) -> int:
-        """Return the number of this worker's node."""
+        """The number of this worker's node."""
         return self._session.rank_info.node_rank
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return the trainer's argument `metadata`."""
+        """The trainer's argument `metadata`."""
         return dict(self._session.attempt.metadata)
 
     def get_experiment_name(self) -> str | None:
-        """Return the name of the experiment."""
+        """The name of the experiment."""
         return self._trial("experiment_name")
 
     def get_trial_name(self) -> str | None:
-        """Return the name of the Tune trial, or of the run."""
+        """The name of the Tune trial, or of the run."""
         return self._trial("trial_name")
 
     def get_trial_id(self) -> str | None:
-        """Return the id of the Tune trial."""
+        """The id of the Tune trial."""
         return self._trial("trial_id")
 
     def get_trial_dir(self) -> str | None:
-        """Return the run's directory on the driver."""
+        """The run's directory on the driver."""
         return self._trial("trial_dir")
 
     def get_trial_resources(self) -> Any:
-        """Return the resources of the Tune trial."""
+        """The resources of the Tune trial."""
         return self._session.attempt.trial.get("trial_resources")
 
     def _trial(self, name: str) -> str | None:

@@ -9,13 +9,15 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from raysgd.config import ElasticConfig, WorkerResources, check_flags, one_of
+from raysgd.callbacks.early_stopping import warn_of_mode
+from raysgd.config import ElasticConfig, WorkerResources, check_flags, object_of, one_of
 from raysgd.errors import ConfigError, suggesting_fields
 from raysgd.storage.masking import mask
 
 C = TypeVar("C", bound=type)
 # The default limit for hangs. It is long, because raysgd does not know how long the steps of a function take.
 HANG_S = 1800.0
+DEFAULT_ELASTIC = ElasticConfig(hang_timeout_s=HANG_S)
 TIMESTAMP = "_timestamp"
 # Arguments of Ray's classes, and of raysgd's other trainers, that these do not have, and what to do instead.
 ENDS = (
@@ -24,6 +26,7 @@ ENDS = (
 )
 REPORTED = "a checkpoint is stored whenever the training function reports or saves one"
 INSTEAD = {
+    **dict.fromkeys(("num_workers", "use_gpu"), "pass scaling_config=ScalingConfig(num_workers=..., use_gpu=...)"),
     "accelerator_type": 'request it with resources_per_worker={"accelerator_type:T4": 0.001}',
     "checkpoint_at_end": REPORTED,
     "checkpoint_frequency": REPORTED,
@@ -34,6 +37,7 @@ INSTEAD = {
     "progress_reporter": "use callbacks",
     "stop": "the training function decides: return from it, or raise in a callback that stops_training",
     "sync_config": "storage_path may be a URI",
+    "training_operator_cls": "operators are for raysgd.TorchTrainer and raysgd.TFTrainer",
     "verbose": "use callbacks=[PrintCallback()]",
 }
 
@@ -72,18 +76,17 @@ class ScalingConfig:
         _check_num_workers(self.num_workers)
         check_flags(use_gpu=self.use_gpu)
         one_of("placement_strategy", self.placement_strategy, "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-        if self.elastic is not None and not isinstance(self.elastic, ElasticConfig):
-            raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {self.elastic!r}")
+        object_of(ElasticConfig, "elastic", self.elastic)
         _ = self.worker, WorkerResources.parse(1, False, self.trainer_resources)  # raise for invalid resources
 
     @property
     def most(self) -> int:
-        """Return how many workers there should be."""
+        """How many workers there should be."""
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
 
     @property
     def least(self) -> int | None:
-        """Return with how many workers training may begin, if that is fewer than all."""
+        """With how many workers training may begin, if that is fewer than all."""
         return None if isinstance(self.num_workers, int) else self.num_workers[0]
 
     @property
@@ -91,12 +94,12 @@ class ScalingConfig:
         return WorkerResources.parse(1, self.use_gpu, self.resources_per_worker, gpu_asked=self.use_gpu)
 
     def policy(self) -> ElasticConfig:
-        """Return the elastic policy of these settings."""
-        elastic = self.elastic or ElasticConfig(hang_timeout_s=HANG_S)
+        """The elastic policy of these settings."""
+        elastic = self.elastic or DEFAULT_ELASTIC
         return elastic if self.least is None else replace(elastic, min_workers=self.least)
 
     def bundles(self) -> list[dict[str, float]]:
-        """Return the bundles of a Tune trial: the coordinator's, then each worker's."""
+        """The bundles of a Tune trial: the coordinator's, then each worker's."""
         return [dict(self.trainer_resources or {"CPU": 1}), *(self.worker.as_dict() for _ in range(self.most))]
 
 
@@ -159,13 +162,15 @@ class CheckpointConfig:
                 "checkpoint_score_attribute must be the name of a number in the checkpoint or in the metrics, or None to "
                 f"keep the newest, got {name!r}"
             )
+        what = f"{type(self).__name__}(checkpoint_score_attribute={name!r}) keeps the checkpoint with"
+        warn_of_mode(what, name or "", self.checkpoint_score_order, "checkpoint_score_order")
 
     @property
     def by_time(self) -> bool:
         return self.checkpoint_score_attribute in (None, TIMESTAMP)
 
     def score(self, checkpoint: dict[str, Any], metrics: dict[str, Any]) -> float:
-        """Return a score of which larger is better, in either order. NaN is the worst."""
+        """Compute a score of which larger is better, in either order. NaN is the worst."""
         name = self.checkpoint_score_attribute
         assert name is not None, "the manager scores by time itself"
         found = checkpoint.get(name, metrics.get(name))
@@ -196,7 +201,7 @@ def check_strategy(given: Any) -> None:
 
 
 def rays_own(given: Any) -> str:
-    """Return what to do about Ray's own class of this name, whose defaults are others."""
+    """What to do about Ray's own class of this name, whose defaults are others."""
     name = type(given).__name__
     if not type(given).__module__.startswith("ray.") or name not in globals():
         return ""
@@ -240,7 +245,7 @@ class RunConfig:
         )
 
     def to_store(self) -> RunConfig:
-        """Return a copy without callbacks and secrets: `restore` is given the path again."""
+        """Make a copy without callbacks and secrets: `restore` is given the path again."""
         masked = mask(self.storage_path) if isinstance(self.storage_path, str) else self.storage_path
         return replace(self, callbacks=None, storage_path=masked)
 
@@ -249,7 +254,7 @@ class RunConfig:
         return f"RunConfig({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def completed(self, stored: RunConfig) -> RunConfig:
-        """Return a copy that takes what it does not set from an earlier run's settings."""
+        """Make a copy that takes what it does not set from an earlier run's settings."""
         names = ("checkpoint_config", "failure_config")
         return replace(self, **{name: getattr(stored, name) for name in names if getattr(self, name) is None})
 

@@ -14,7 +14,7 @@ __all__ = ["TensorflowConfig", "prepare_dataset_shard"]
 
 
 def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
-    """Return `tf_dataset_shard` so that TensorFlow does not divide it again."""
+    """Prepare `tf_dataset_shard` so that TensorFlow does not divide it again."""
     current("tensorflow.prepare_dataset_shard")
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF

@@ -53,7 +53,7 @@ __all__ = [
 
 
 def get_device() -> torch.device:
-    """Return this worker's device: its GPU among those of its node, or the CPU."""
+    """Get this worker's device: its GPU among those of its node, or the CPU."""
     current("torch.get_device")
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -66,8 +66,8 @@ def prepare_model(
     wrap_ddp: bool = True,
     ddp_kwargs: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Return the model on this worker's device, with automatic mixed precision after
-    `accelerate(amp=True)`, and wrapped in DistributedDataParallel if there are several workers."""
+    """Move the model to this worker's device, with automatic mixed precision after
+    `accelerate(amp=True)`, and wrap it in DistributedDataParallel if there are several workers."""
     session = current("torch.prepare_model")
     device = get_device()
     if move_to_device:
@@ -88,8 +88,8 @@ def prepare_data_loader(
     move_to_device: bool = True,
     auto_transfer: bool = True,
 ) -> PreparedLoader:
-    """Return a loader of this worker's part of the data, with batches on the worker's device. If
-    the loader shuffles, each epoch has another order. The batch size is per worker. With
+    """Make a loader of this worker's part of the data, with batches on the worker's device. If the
+    loader shuffles, each epoch has another order. The batch size is per worker. With
     `auto_transfer`, the next batch is copied to a GPU while the model computes; this has no effect
     on a CPU."""
     session = current("torch.prepare_data_loader")
@@ -101,8 +101,8 @@ def prepare_data_loader(
 
 
 def elastic_data_loader(data_loader: DataLoader[Any], move_to_device: bool = True) -> ElasticLoader:
-    """Return a loader that uses every sample of an epoch exactly once, even if the number of
-    workers changes during it.
+    """Make a loader that uses every sample of an epoch exactly once, even if the number of workers
+    changes during it.
 
     Pass it to `train.elastic` together with the model, and commit after each step.
     """
@@ -144,7 +144,7 @@ def accelerate(amp: bool = False) -> None:
 
 
 def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the `optimizer`, wrapped to unscale the gradients if the loss is scaled."""
+    """Wrap the `optimizer` to unscale the gradients if the loss is scaled."""
     precision = current("torch.prepare_optimizer").precision
     return ScaledOptimizer(optimizer, precision.scaler) if isinstance(precision, Fp16) else optimizer
 
@@ -246,7 +246,7 @@ class TorchWorkerProfiler:
         self._traces.keep(profiler, self._folder)
 
     def get_and_clear_profile_traces(self) -> dict[str, Any]:
-        """Return the traces since the last call, as an argument for `train.report`."""
+        """Take the traces since the last call, as an argument for `train.report`."""
         traces = self._traces.taken()
         return {TRACES: traces} if traces else {}
 

@@ -39,7 +39,7 @@ class TorchFunctionBackend(OffersGpus, TorchBackend):
 
 
 def environment(rank_info: RankInfo, settings: dict[str, Any]) -> dict[str, str]:
-    """Return the variables that torchrun would set."""
+    """The variables that torchrun would set."""
     return {
         "MASTER_ADDR": str(settings["host"]),
         "MASTER_PORT": str(settings["port"]),

@@ -10,12 +10,11 @@ from typing import Any
 
 from raysgd.callbacks.folder import create_folder
 from raysgd.callbacks.history import History
-from raysgd.config import ElasticConfig, WorkerResources, check_flags
+from raysgd.config import ElasticConfig, WorkerResources, check_flags, object_of
 from raysgd.core.lazy import REFUSED, lazy_names
 from raysgd.core.policy import Recovery
-from raysgd.errors import ConfigError, counted
+from raysgd.errors import counted
 from raysgd.ray_data.datasets import is_dataset
-from raysgd.ray_data.splits import make_splits
 from raysgd.storage.locations import Place, copy_logs, names, place
 from raysgd.storage.remote import Uri
 from raysgd.train import in_trial
@@ -25,9 +24,11 @@ from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.checkpoint_manager import CheckpointManager, RunCheckpoints
 from raysgd.train.driver import FunctionDriver, TrainingIterator
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError
-from raysgd.train.job import FunctionJob, check_function
-from raysgd.train.settings import CheckpointConfig, without_rays_own
+from raysgd.train.job import FunctionJob, FunctionWorkers, check_function, function_name
+from raysgd.train.settings import DEFAULT_ELASTIC, CheckpointConfig, without_rays_own
+from raysgd.train.splits import make_splits
 from raysgd.train.worker_group import WorkerGroup
+from raysgd.training.arguments import check_hook
 from raysgd.workers.tracebacks import folding
 
 __all__ = ["Trainer", "get_backend_config_cls", "in_order"]
@@ -84,18 +85,15 @@ class Trainer(RunCheckpoints):
     ) -> None:
         config = parse_backend(backend)
         check_flags(use_gpu=use_gpu)
-        if elastic is not None and not isinstance(elastic, ElasticConfig):
-            raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
+        object_of(ElasticConfig, "elastic", elastic)
         wanted = WorkerResources.parse(1, use_gpu, resources_per_worker, gpu_asked=use_gpu)
-        self._count, self._worker = num_workers, wanted
-        self._make = functools.partial(FunctionDriver, config, num_workers, wanted, max_retries, elastic=elastic)
-        self._executor = self._make()
+        workers = FunctionWorkers(config, num_workers, wanted, max_retries, elastic or DEFAULT_ELASTIC)
+        self._executor = FunctionDriver(workers)
         self.storage, self.logdir = _make_places(logdir)
-        self._earlier = max(_newest_run(self.storage), _newest_run(self.logdir))
+        self._earlier = max(_find_newest_run(self.storage), _find_newest_run(self.logdir))
         self.history = History()  # all rounds that were fetched, of all runs
         self._runs = 0
         self._to_tune: Any = None  # in a function that Tune runs: what adds checkpoints to its reports
-        self._described = f"{type(config).__name__}, {counted(num_workers, 'worker')}"
 
     # -- life -----------------------------------------------------------------------------------------
 
@@ -109,8 +107,7 @@ class Trainer(RunCheckpoints):
     ) -> None:
         """Start the workers. Each calls the `initialization_hook` once, and creates an object of
         `train_cls` with the other arguments, for `execute`."""
-        if initialization_hook is not None and not callable(initialization_hook):
-            raise ConfigError(f"initialization_hook must be a function without arguments, got {initialization_hook!r}")
+        check_hook(initialization_hook)
         self._executor.start(initialization_hook, train_cls, args, kwargs)
 
     def shutdown(self) -> None:
@@ -181,7 +178,7 @@ class Trainer(RunCheckpoints):
     def _prepare(
         self, train_func: Any, config: Any, checkpoint: Any, strategy: Any, dataset: Any
     ) -> tuple[FunctionJob, CheckpointManager]:
-        """Return the next run of this trainer, and what keeps its checkpoints."""
+        """Make the next run of this trainer, and what keeps its checkpoints."""
         name = self._run_name(self._runs + 1)
         job = FunctionJob(
             function=train_func,
@@ -189,9 +186,9 @@ class Trainer(RunCheckpoints):
             checkpoint=checkpoint,
             checkpoint_config=strategy,
             trial={"trial_dir": self.logdir / name},
-            shards=make_splits(dataset, cpus_per_worker=self._worker.cpus),
+            shards=make_splits(dataset, cpus_per_worker=self._executor.workers.resources.cpus),
         )
-        return job, job.manager(self.storage / name / "checkpoints", latest_id=in_trial.number_of(checkpoint) or 0)
+        return job, job.make_manager(self.storage / name / "checkpoints", latest_id=in_trial.number_of(checkpoint) or 0)
 
     def _count_run(self, manager: CheckpointManager) -> None:
         """Count a run that begins, and create its directory."""
@@ -204,7 +201,7 @@ class Trainer(RunCheckpoints):
 
     @folding
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Return the values of `func(obj, *args, **kwargs)` with each worker's object, by rank."""
+        """Compute the values of `func(obj, *args, **kwargs)` with each worker's object, by rank."""
         self._check_started()
         return self._executor.worker_group.execute_object(func, args, kwargs)
 
@@ -215,25 +212,22 @@ class Trainer(RunCheckpoints):
         return self._executor.worker_group.execute_object(func, args, kwargs, only=0)[0]
 
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> Any:
-        """Return a Tune Trainable class (extra: tune). Each trial runs `train_func` on workers like
+        """Make a Tune Trainable class (extra: tune). Each trial runs `train_func` on workers like
         this trainer's, with the trial's config and its own shards of the `dataset`."""
         if self._executor.is_started:
             raise TrainBackendError(
                 "to_tune_trainable() starts workers in each trial: create a new Trainer for it, and do not start it"
             )
         check_function(train_func, None)
-        new_splits = functools.partial(make_splits, dataset, cpus_per_worker=self._worker.cpus)
+        workers = self._executor.workers
+        new_splits = functools.partial(make_splits, dataset, cpus_per_worker=workers.resources.cpus)
         new_splits()  # raises an error now for something that is not a dataset, and reads no data
-        from raysgd.train.trials import FunctionTrial, as_trainable
+        from raysgd.train.trials import function_trainable
 
-        make, bundles = self._make, [{"CPU": 1.0}, *[self._worker.as_dict()] * self._count]
-        return as_trainable(
-            FunctionTrial(
-                getattr(train_func, "__name__", "function"),
-                lambda config: FunctionJob(make=make, function=train_func, config=config, shards=new_splits()),
-                lambda config: (bundles, "PACK"),
-            )
-        )
+        def make_job(config: dict[str, Any]) -> FunctionJob:
+            return FunctionJob(function=train_func, config=config, shards=new_splits())
+
+        return function_trainable(function_name(train_func), workers, make_job)
 
     def _check_started(self) -> None:
         if not self._executor.is_started:
@@ -245,22 +239,24 @@ class Trainer(RunCheckpoints):
 
     @property
     def worker_group(self) -> WorkerGroup:
-        """Return the workers, for plain functions: `trainer.worker_group.execute(fn)`."""
+        """The workers, for plain functions: `trainer.worker_group.execute(fn)`."""
         return self._executor.worker_group
 
     def __repr__(self) -> str:
         state = "not active" if not self._executor.is_started else "running" if self._executor.is_running else "idle"
+        workers = self._executor.workers
+        described = f"{type(workers.backend).__name__}, {counted(workers.num_workers, 'worker')}"
         newest = f", newest {self._run_name(self._runs)}" if self._runs else ""
-        return f"Trainer({self._described}, {self._runs} run{'' if self._runs == 1 else 's'}{newest}, {state})"
+        return f"Trainer({described}, {self._runs} run{'' if self._runs == 1 else 's'}{newest}, {state})"
 
     @property
     def recoveries(self) -> list[Recovery]:
-        """Return all recoveries so far: failures, growth, preemptions."""
+        """All recoveries so far: failures, growth, preemptions."""
         return self._executor.recoveries
 
     @property
     def latest_run_dir(self) -> Path | None:
-        """Return the newest run's directory on this machine, or None before the first run."""
+        """The newest run's directory on this machine, or None before the first run."""
         return self.logdir / self._run_name(self._runs) if self._runs else None
 
     @staticmethod
@@ -275,7 +271,7 @@ class Trainer(RunCheckpoints):
 
     @staticmethod
     def load_checkpoint_from_path(checkpoint_file_path: str | Place) -> dict[str, Any]:
-        """Return the dictionary of the checkpoint stored at `checkpoint_file_path`."""
+        """Load the dictionary of the checkpoint stored at `checkpoint_file_path`."""
         return Checkpoint.from_uri(checkpoint_file_path).to_dict()
 
     def _run_name(self, number: int) -> str:
@@ -287,13 +283,13 @@ class Trainer(RunCheckpoints):
 
     @property
     def best_checkpoint(self) -> dict[str, Any] | None:
-        """Return the best stored checkpoint, by the run's strategy; by default, the newest."""
+        """The best stored checkpoint, by the run's strategy; by default, the newest."""
         path = self.best_checkpoint_path
         return None if path is None else Checkpoint(path, trusted=True).to_dict()
 
 
 def _make_places(logdir: str | Place | None) -> tuple[Place, Path]:
-    """Return where checkpoints are stored, and where callbacks write."""
+    """Choose where checkpoints are stored, and where callbacks write."""
     given = None if logdir is None else place(logdir)
     if isinstance(given, Uri):
         return given, create_folder(given.name, "sgd")
@@ -302,13 +298,13 @@ def _make_places(logdir: str | Place | None) -> tuple[Place, Path]:
 
 
 def in_order(checkpoint: Any, checkpoint_strategy: Any, dataset: Any) -> tuple[Any, Any, Any]:
-    """Return these arguments of a run in our order, also if they came in that of Ray Train 1.x."""
+    """Put these arguments of a run in our order, also if they came in that of Ray Train 1.x."""
     if is_dataset(checkpoint) or isinstance(dataset, CheckpointConfig):
         return checkpoint_strategy, dataset, checkpoint
     return checkpoint, checkpoint_strategy, dataset
 
 
-def _newest_run(folder: Place) -> int:
+def _find_newest_run(folder: Place) -> int:
     """Return the number of the newest existing run, whose name no other run may take."""
     numbers = [name.removeprefix("run_") for name in names(folder) if name.startswith("run_")]
     return max((int(number) for number in numbers if number.isdigit()), default=0)

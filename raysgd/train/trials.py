@@ -1,7 +1,7 @@
 """A training function as a Tune trial: starts workers in the trial's bundles, and passes on their
 reports. Worker.
 
-perform(job)
+perform(workers, job)
     start from the trial's checkpoint, if it has one (it was killed or paused, or copies another trial)
     every rank has reported  -> rank 0's metrics go to Tune, with the newest checkpoint if there is a new one
     Tune stops the trial     -> its workers end with it
@@ -13,11 +13,10 @@ process failed.
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,58 +27,48 @@ except ImportError as error:  # pragma: no cover - depends on what is installed
 
 from ray.tune.trainable import wrap_function
 
+from raysgd.storage import locations
 from raysgd.train import in_trial
 from raysgd.train.checkpoint import DICT_FILE, Checkpoint, unlist_metadata
 from raysgd.train.checkpoint_manager import CheckpointManager
-from raysgd.train.driver import TrainingIterator
-from raysgd.train.job import FunctionJob
+from raysgd.train.driver import FunctionDriver, TrainingIterator
+from raysgd.train.job import FunctionJob, FunctionWorkers
 from raysgd.workers import foreign
 from raysgd.workers.serialization import dumps
 
 
-@dataclass(frozen=True)
-class FunctionTrial:
-    """What Tune calls: `job(config)` is a trial's run, `bundles(config)` its resources."""
+def function_trainable(name: str, workers: FunctionWorkers, make_job: Callable[[dict[str, Any]], FunctionJob]) -> Any:
+    """Return a Trainable class of this name: `make_job` makes each trial's job from its config."""
 
-    name: str
-    job: Callable[[dict[str, Any]], FunctionJob]
-    bundles: Callable[[dict[str, Any]], tuple[Sequence[Mapping[str, float]], str]]
+    def run(config: dict[str, Any]) -> None:
+        perform(workers, make_job(config))
 
-    @property
-    def _name(self) -> str:
-        """Return the name that Tune gives the trials."""
-        return self.name
-
-    def __call__(self, config: dict[str, Any]) -> None:
-        perform(self.job(config))
-
-    def _resources(self, config: dict[str, Any]) -> Any:
-        """Return the resources of a trial. Tune looks for this attribute of functions."""
-        return placement(*self.bundles(config))
+    bundles = [{"CPU": 1.0}, *[workers.resources.as_dict()] * workers.num_workers]
+    return wrap_function(tune.with_resources(run, make_placement(bundles)), name=name)
 
 
 def as_trainable(function: Any) -> Any:
-    """Return a Trainable class for `function`, a function of a trial's config."""
+    """Make a Trainable class for `function`, a function of a trial's config."""
     return wrap_function(function, name=function._name)
 
 
-def placement(bundles: Sequence[Mapping[str, float]], strategy: str = "PACK") -> Any:
+def make_placement(bundles: Sequence[Mapping[str, float]], strategy: str = "PACK") -> Any:
     """Return a trial's placement group: the first bundle for the trial, the others for workers."""
     wanted = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
     return tune.PlacementGroupFactory(wanted, strategy=strategy)
 
 
-def perform(job: FunctionJob) -> None:
-    """Run the job to its end in this trial."""
+def perform(workers: FunctionWorkers, job: FunctionJob) -> None:
+    """Run the job to its end on such workers, in this trial."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="raysgd-trial-")))
         job = replace(job, checkpoint_config=None, trial=in_trial.describe())
-        manager = job.manager(folder)
+        manager = job.make_manager(folder)
         handover = Handover(folder, manager)
         handover.receive(tune.get_checkpoint())
-        executor = job.make()
+        executor = FunctionDriver(workers)
         stack.callback(executor.shutdown)
-        executor.start()
+        executor.start(job.hook)
         executor.begin(job, manager)
         rounds = TrainingIterator(executor)
         last: dict[str, Any] = {}
@@ -135,7 +124,7 @@ class Handover:
         self._manager.latest_id = self.taken = int(metadata.get(in_trial.NUMBER, self.taken))
 
     def take(self, number: int) -> Any:
-        """Return this checkpoint for a report, or None if Tune has it. Delete older ones."""
+        """Take this checkpoint for a report, or None if Tune has it. Delete older ones."""
         if number <= self.taken:
             return None
         self._delete(before=number)
@@ -155,10 +144,7 @@ class Handover:
     def _delete(self, *, before: int) -> None:
         for number in range(max(self.taken, 0), before):
             for path in (self._place(number), self._folder / f"taken_{number}"):
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
+                locations.delete(path)
 
     def _place(self, number: int) -> Path:
         place = self._manager.place_of(number)

@@ -27,13 +27,13 @@ __getattr__ = lazy_names("raysgd.train.worker_group", {"Worker": REFUSED, "Worke
 
 
 def limits_for(*, collective_s: float = HANG_S, hang_s: float = HANG_S) -> Limits:
-    """Return the limits for functions."""
+    """The limits for functions."""
     start_s = float(seconds_from_environment(FUNCTION_START_LIMIT, int(start_limit_s())))
     return Limits(start_s=start_s, setup_s=hang_s, join_s=JOIN_S, collective_s=collective_s, hang_s=hang_s)
 
 
 def check_resources(num_workers: Any, cpus: Any, gpus: Any, additional: Any) -> WorkerResources:
-    """Return one worker's resources. Raise ConfigError for invalid ones, or an invalid number."""
+    """Check one worker's resources. Raise ConfigError for invalid ones, or an invalid number."""
     at_least("num_workers", num_workers, 1, whole=True)
     wanted = {**dict(additional or {}), "GPU": gpus}
     return WorkerResources.parse(cpus, bool(gpus), wanted)
@@ -99,7 +99,7 @@ class WorkerGroup:
         guard: Callable[[], None],
         max_failures: Callable[[], int] = int,
     ) -> WorkerGroup:
-        """Return the worker group of a running engine. `guard` raises an error while a function is
+        """Make the worker group of a running engine. `guard` raises an error while a function is
         running. `max_failures` returns how many worker failures a call may have before the engine
         gives up; the call then raises WorkersChanged."""
         group = cls.__new__(cls)
@@ -154,7 +154,7 @@ class WorkerGroup:
         return self._call(func, args, kwargs, worker_index)[worker_index]
 
     def execute_object(self, func: Callable[..., Any], args: Any, kwargs: Any, only: int | None = None) -> list[Any]:
-        """Return what `func(obj, *args, **kwargs)` returns on all workers, or on `only` one."""
+        """Collect what `func(obj, *args, **kwargs)` returns on all workers, or on `only` one."""
         if not self._has_object:
             raise ConfigError(
                 "execute() calls a function with an object in each worker, and there is none: pass its class to "

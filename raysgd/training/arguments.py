@@ -5,16 +5,16 @@ from __future__ import annotations
 import difflib
 import inspect
 import io
+import re
 import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from raysgd.config import ElasticConfig, WorkerResources, above_0, at_least, is_real
+from raysgd.config import ElasticConfig, WorkerResources, above_0, at_least, is_real, object_of
 from raysgd.constants import BATCH_SIZE
-from raysgd.errors import ConfigError, close_to, shown
-from raysgd.training.seeding import LARGEST_SEED
+from raysgd.errors import ConfigError, close_to, never_called, shown
 from raysgd.version import page
 
 # Arguments of the trainers of training functions, whose classes have the same names.
@@ -58,9 +58,7 @@ def refuse_unknown(
         raise TypeError(f"{trainer.__name__} takes no argument {name!r}{hint}")
 
 
-def check_common(
-    operator_cls: Any, base: type, num_workers: Any, hook: Any, timeout_s: Any, elastic: Any, seed: Any
-) -> None:
+def check_common(operator_cls: Any, base: type, num_workers: Any, hook: Any, timeout_s: Any, elastic: Any) -> None:
     """Raise ConfigError for wrong values of arguments that both trainers have."""
     if not isinstance(operator_cls, type) or not issubclass(operator_cls, base):
         hint = " Pass the class itself, not an instance." if isinstance(operator_cls, base) else ""
@@ -71,13 +69,9 @@ def check_common(
         )
     _check_methods(operator_cls, base)
     at_least("num_workers", num_workers, 1, whole=True)
-    if hook is not None and not callable(hook):
-        raise ConfigError(f"initialization_hook must be a function without arguments, got {hook!r}")
+    check_hook(hook)
     above_0("timeout_s", timeout_s)
-    if seed is not None and not (type(seed) is int and 0 <= seed <= LARGEST_SEED):
-        raise ConfigError(f"seed must be a whole number from 0 to {LARGEST_SEED}, or None for no seed, got {seed!r}")
-    if elastic is not None and not isinstance(elastic, ElasticConfig):
-        raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
+    object_of(ElasticConfig, "elastic", elastic)
     if elastic is not None and elastic.min_workers > num_workers:
         raise ConfigError(
             f"elastic.min_workers is {elastic.min_workers}, but num_workers is {num_workers}: pass at most num_workers"
@@ -95,9 +89,22 @@ METHODS = {
     "on_step": ("info",),  # of torch's operators
     "on_preemption_notice": ("deadline_s",),
 }
-NEVER_CALLED = (*METHODS, "train_epoch", "validate")
-ELSEWHERE = {"training_step": "train_batch", "train_step": "train_batch"}  # names of such methods in other libraries
+HOOKS = (*METHODS, "train_epoch", "validate", "test_batch", "predict_batch")
+# Names of such methods in other libraries.
+ELSEWHERE = dict.fromkeys(("compute_loss", "train_step", "training_step"), "train_batch")
 ELSEWHERE |= dict.fromkeys(("eval_step", "val_step", "validation_batch", "validation_step"), "validate_batch")
+ELSEWHERE |= {"training_epoch_end": "train_epoch", "predict_step": "predict_batch", "test_step": "test_batch"}
+ELSEWHERE |= dict.fromkeys(("configure_optimizers", "train_dataloader", "val_dataloader"), "setup")
+# Names of hooks there, and the method for such code here, also if the class has that already.
+HOOKS_ELSEWHERE = {
+    r"on_(train_)?epoch_(start|begin|end)": "train_epoch",
+    r"on_(train_)?(batch|step)_(start|begin)": "train_batch",
+    r"on_(train_)?(batch|step)_end|on_before_zero_grad": "on_step",
+    r"on_(fit_start|train_start|train_begin)": "setup",
+    r"on_validation_(epoch_)?(start|end)|on_evaluate": "validate",
+    r"on_save_checkpoint": "state_dict",
+    r"on_load_checkpoint": "load_state_dict",
+}
 
 
 def _check_methods(operator_cls: type, base: type) -> None:
@@ -118,6 +125,12 @@ def _check_methods(operator_cls: type, base: type) -> None:
             raise ConfigError(
                 f"{name}.{method} must take ({expected}), got {method}{inspect.signature(own)}: change its arguments"
             ) from None
+        if "batch_info" in arguments and not {"batch_idx", "batch_index"}.isdisjoint(inspect.signature(own).parameters):
+            warnings.warn(
+                f"{name}.{method} gets a dict as its second argument, not a number: call it batch_info, which has "
+                "batch_info['batch_idx']",
+                stacklevel=5,
+            )
     try:
         inspect.signature(operator_cls).bind(None, settings=None, rank_info=None)
     except TypeError:
@@ -130,6 +143,17 @@ def _check_methods(operator_cls: type, base: type) -> None:
     _warn_of_names(operator_cls, base)
 
 
+def check_hook(hook: Any) -> None:
+    if hook is None:
+        return
+    try:
+        inspect.signature(hook).bind()
+    except ValueError:
+        return  # a function in C may have no signature
+    except TypeError:
+        raise ConfigError(f"initialization_hook must be a function without arguments, got {hook!r}") from None
+
+
 def _warn_of_names(operator_cls: type, base: type) -> None:
     """Warn of methods that raysgd never calls, and of one that lacks its counterpart."""
     name = operator_cls.__name__
@@ -139,23 +163,25 @@ def _warn_of_names(operator_cls: type, base: type) -> None:
     if saves and not loads:
         warnings.warn(
             f"{name}.state_dict returns what is saved, and nothing restores it: define load_state_dict(self, state_dict), too",
-            stacklevel=5,
+            stacklevel=6,
         )
-    for kind in operator_cls.__mro__[: operator_cls.__mro__.index(base)]:
-        for own, value in vars(kind).items():
-            missing = [each for each in NEVER_CALLED if each not in vars(kind)]
-            meant = ELSEWHERE[own] if ELSEWHERE.get(own) in missing else close_to(own, missing)
-            if inspect.isfunction(value) and not hasattr(base, own) and meant and _is_misspelling(own, meant):
-                warnings.warn(
-                    f"raysgd never calls {name}.{own} by itself: did you mean {meant!r}? Rename one that you call yourself",
-                    stacklevel=5,
-                )
+    kinds = operator_cls.__mro__[: operator_cls.__mro__.index(base)]
+    for own, kind in never_called(kinds, base).items():
+        missing = [each for each in HOOKS if hasattr(base, each) and each not in vars(kind)]
+        meant = ELSEWHERE[own] if ELSEWHERE.get(own) in missing else close_to(own, missing)
+        hook = next((here for there, here in HOOKS_ELSEWHERE.items() if re.fullmatch(there, own)), "")
+        if hasattr(base, hook) or (meant and _is_misspelling(own, meant)):
+            meant = hook if hasattr(base, hook) else meant
+            warnings.warn(
+                f"raysgd never calls {name}.{own} by itself: did you mean {meant!r}? Rename one that you call yourself",
+                stacklevel=6,
+            )
 
 
 def _is_misspelling(own: str, meant: str) -> bool:
     same = ELSEWHERE.get(own) == meant or own.replace("_", "").lower() == meant.replace("_", "").lower()
-    longer = own.startswith(meant) or meant.startswith(own)  # a name such as `train_batches` is the user's own
-    return same or (not longer and difflib.SequenceMatcher(None, own, meant).ratio() > 0.9)
+    longer = own.startswith(meant)  # a name such as `train_batches` is the user's own
+    return same or (not longer and difflib.SequenceMatcher(None, own, meant).ratio() > 0.85)
 
 
 def check_call(num_steps: Any, max_retries: Any, info: Any) -> None:
@@ -173,8 +199,8 @@ def check_call(num_steps: Any, max_retries: Any, info: Any) -> None:
 
 
 def check_config(config: Any, num_workers: int) -> dict[str, Any]:
-    """Return a copy of the config. Raise ConfigError if it is not a dict, or if its batch size is
-    not possible."""
+    """Check and copy the config. Raise ConfigError if it is not a dict, or if its batch size is not
+    possible."""
     if config is not None and not isinstance(config, Mapping):
         raise ConfigError(f"config must be a dict, got {config!r}")
     copied = dict(config or {})
@@ -194,9 +220,9 @@ def check_config(config: Any, num_workers: int) -> dict[str, Any]:
 
 
 def needs_ray(use_ray: bool | None, num_workers: int, resources: WorkerResources, *, elsewhere: bool = False) -> bool:
-    """Return whether workers are Ray actors. One worker runs in this process, unless the user asks
-    for Ray, or it needs resources that only the cluster may have (`elsewhere`: its GPU is not in
-    this machine, or it outlives this process)."""
+    """Whether workers are Ray actors. One worker runs in this process, unless the user asks for
+    Ray, or it needs resources that only the cluster may have (`elsewhere`: its GPU is not in this
+    machine, or it outlives this process)."""
     if num_workers > 1 or resources.custom or elsewhere:
         if use_ray is False:
             raise ConfigError(

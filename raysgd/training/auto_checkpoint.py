@@ -97,10 +97,10 @@ class WriterFailed(CheckpointError):
 class CheckpointFolder:
     """Owns the automatic checkpoints of one run: those in its folder that have a record, with their
     scores, and the save that is running. Everything else in the folder is the user's, and is
-    neither loaded, replaced nor deleted."""
+    neither loaded, replaced nor deleted. A trainer that `resumes` loads the newest of them."""
 
-    def __init__(self, settings: AutoCheckpoint, suffix: str) -> None:
-        self.settings, self._suffix = settings, suffix
+    def __init__(self, settings: AutoCheckpoint, suffix: str, *, resumes: bool = True) -> None:
+        self.settings, self._suffix, self.resumes = settings, suffix, resumes
         where = locations.place(settings.path)
         self._where = where.absolute() if isinstance(where, Path) else where
         self._rows = StoredRows(self._where / HISTORY)
@@ -148,12 +148,12 @@ class CheckpointFolder:
                 "or pass another path"
             )
 
-    def claim(self, *, resume: bool) -> None:
+    def claim(self) -> None:
         """Take the folder for this trainer until `release`. Raise an error if another one uses it,
         or if it has checkpoints that are not to be continued."""
         self._claim = FolderClaim(self._where)
         self._read()  # again: until now, another trainer may have used the folder
-        if not resume:
+        if not self.resumes:
             self.refuse_earlier_run()
         self._claim.take()
         self._delete_drafts()
@@ -166,7 +166,7 @@ class CheckpointFolder:
         """Delete drafts of this run's checkpoints, which killed processes have left behind."""
         for path in self._where.iterdir() if isinstance(self._where, Path) else ():
             if DRAFT.fullmatch(path.name):
-                path.unlink()
+                path.unlink(missing_ok=True)  # another process may do the same
 
     def release(self) -> None:
         """Let other trainers use the folder. A save that is running, which a shutdown by force does
@@ -195,7 +195,7 @@ class CheckpointFolder:
 
     @property
     def best(self) -> SavedPlace | None:
-        """Return the checkpoint with the best score; of equals, the oldest."""
+        """The checkpoint with the best score; of equals, the oldest."""
         return self._best_of(dict(self._scores))
 
     def _best_of(self, scores: Mapping[SavedPlace, float | None]) -> SavedPlace | None:
@@ -208,9 +208,8 @@ class CheckpointFolder:
         return self._cost(score) < (math.inf if best is None else self._cost(scores[best]))
 
     def record(self, place: SavedPlace) -> dict[str, Any]:
-        """Return what was stored with a checkpoint: its score, whether that and the loss were
-        finite, how many epochs and workers the run had, its history, and, of one within a call,
-        what that had `measured`."""
+        """What was stored with a checkpoint: its score, whether that and the loss were finite, the
+        history, what the run had `made`, and, of one within a call, what that had `measured`."""
         found = self._record(place)
         return {**found, "history": [*self._rows.read(found["before"]), *found["newest"]]}
 
@@ -222,8 +221,8 @@ class CheckpointFolder:
         return found
 
     def is_damaged(self, place: SavedPlace) -> bool:
-        """Return whether a checkpoint does not have its checksums. An error of the storage is
-        raised instead."""
+        """Whether a checkpoint does not have its checksums. An error of the storage is raised
+        instead."""
         data = locations.read(self._file(place))
         try:
             return not checksums.verify(data)
@@ -306,7 +305,7 @@ class CheckpointFolder:
             self._saving.join()
 
     def has(self, path: str) -> bool:
-        """Return whether this checkpoint is complete."""
+        """Whether this checkpoint is complete."""
         return any(self.path(place) == path for place in list(self._scores))
 
     def forget(self, place: SavedPlace) -> None:
@@ -337,7 +336,7 @@ class CheckpointFolder:
         return self._where / (place.name + (suffix or self._suffix))
 
     def _cost(self, score: float | None) -> float:
-        """Return a number that is lower for better scores. NaN is as bad as no score."""
+        """A number that is lower for better scores. NaN is as bad as no score."""
         if score is None or math.isnan(score):
             return math.inf
         return score if self.settings.mode == "min" else -score
@@ -379,7 +378,7 @@ class StoredRows:
         self._stored = size
 
     def read(self, part: Mapping[str, int]) -> list[Any]:
-        """Return the rows of a record, to which later ones are added. Without them, a run can
+        """Read the rows of a record, to which later ones are added. Without them, a run can
         continue, so a warning says that they are lost."""
         self._data, self._crc, self._count, self._stored = bytearray(), 0, 0, -1
         if not part["rows"]:
@@ -397,12 +396,12 @@ class StoredRows:
 
 
 def is_finite(values: Mapping[str, Any]) -> bool:
-    """Return whether no loss among these metrics is infinite or NaN."""
+    """Whether no loss among these metrics is infinite or NaN."""
     return all(math.isfinite(value) for name, value in values.items() if "loss" in name and isinstance(value, float))
 
 
 def numbers_of(measured: Measured) -> dict[str, Any]:
-    """Return the numbers of a result for a record, and the weights of those that have their own."""
+    """The numbers of a result for a record, and the weights of those that have their own."""
     found = {name: each for name, each in measured.metrics.items() if isinstance(each, (int, float))}
     weights = {name: each.weight for name, each in found.items() if isinstance(each, WeightedMean)}
     numbers = {name: float(each) if name in weights else each for name, each in found.items()}
@@ -410,8 +409,7 @@ def numbers_of(measured: Measured) -> dict[str, Any]:
 
 
 def measured_in(record: Mapping[str, Any]) -> Measured | None:
-    """Return what the call had measured in which a checkpoint was made, None of one after a
-    call."""
+    """What the call had measured in which a checkpoint was made, None of one after a call."""
     found = record.get("measured")
     if found is None:
         return None
@@ -424,15 +422,14 @@ def _size(file: Path) -> int:
 
 
 def _place_of(name: str, suffix: str) -> SavedPlace | None:
-    """Return the place in the name of a file that `CheckpointFolder` wrote; None for other
-    files."""
+    """The place in the name of a file that `CheckpointFolder` wrote; None for other files."""
     found = NAME.fullmatch(name.removesuffix(suffix)) if name.endswith(suffix) else None
     place = SavedPlace(*map(int, found.groups())) if found else None
     return place if place is not None and place.name + suffix == name else None
 
 
 def _is_record(found: Mapping[str, Any]) -> bool:
-    """Return whether this is what `save` stores with a checkpoint."""
+    """Whether this is what `save` stores with a checkpoint."""
     score, before, newest = found.get("score", ""), found.get("before"), found.get("newest")
     return (
         (score is None or is_real(score))
@@ -440,7 +437,6 @@ def _is_record(found: Mapping[str, Any]) -> bool:
         and all(isinstance(before.get(name), int) for name in ("rows", "bytes", "crc"))
         and isinstance(newest, list)
         and all(isinstance(row, dict) and row.keys() >= set(ROW_FIELDS) for row in newest)
-        and all(isinstance(found.get(name), int) for name in ("epochs", "workers"))
     )
 
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from raysgd.callbacks.base import CallResult, Kind, Run, Underway
-from raysgd.callbacks.callback_list import CallbackList, check_callbacks
+from raysgd.callbacks.base import Callback, CallResult, Kind, Run, Underway
+from raysgd.callbacks.callback_list import CallbackList
 from raysgd.callbacks.history import History
 from raysgd.callbacks.printing import PrintCallback
 from raysgd.callbacks.progress_bar import ProgressBar
@@ -22,11 +22,12 @@ from raysgd.core import metrics
 from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
 from raysgd.core.rows import RowsCheck
+from raysgd.core.speed import SpeedWatch
 from raysgd.engine.call import Job, PartialResults
 from raysgd.engine.engine import Engine
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.errors import check_arguments, counted
-from raysgd.training.named import NamedRun
+from raysgd.training.named import NamedRun, last_error
 from raysgd.training.place import RAISED, Made, Place, storable
 from raysgd.training.seeding import DrawnAnew
 from raysgd.workers.tracebacks import fold_frames
@@ -56,13 +57,14 @@ def exclusive(method: F) -> F:
 class CallRunner:
     """Owns a trainer's callbacks, the first of which is its history."""
 
-    def __init__(self, callbacks: Any, run: Run, *, bar: bool = False, seed: int | None = None) -> None:
+    def __init__(self, callbacks: Sequence[Callback], run: Run, *, bar: bool = False, seed: int | None = None) -> None:
         self.drawn_anew = DrawnAnew(seed)
         self._saved_at: float | None = None
         self.stop = False  # whether the user's code on the workers wants the loop over epochs to end
         self.batch_mode = ""  # what the workers have decided about the batch
-        self.history, self.run = History(), replace(run, saved_at=lambda: self._saved_at)
-        self._callbacks = CallbackList([self.history, *check_callbacks(callbacks), *([ProgressBar()] if bar else [])])
+        self.speeds = SpeedWatch()
+        self.history, self.run = History(), replace(run, saved_at=lambda: self._saved_at, speed=self.speeds.now)
+        self._callbacks = CallbackList([self.history, *callbacks, *([ProgressBar()] if bar else [])])
         self._rows = RowsCheck()
         self._kind: Kind | None = None
         self._size = 0  # how many workers there are
@@ -72,12 +74,8 @@ class CallRunner:
         self.place = Place()
 
     @property
-    def on_workers(self) -> list[Any]:
-        return self._callbacks.on_workers
-
-    @property
     def shows_results(self) -> bool:
-        """Return whether a callback prints or draws each result."""
+        """Whether a callback prints or draws each result."""
         return self._callbacks.has(PrintCallback, ProgressBar)
 
     def resume(self, rows: Sequence[Mapping[str, Any]], wanted: Sequence[bool]) -> None:
@@ -86,12 +84,19 @@ class CallRunner:
 
     @property
     def wants(self) -> list[bool]:
-        """Return which callbacks want the loop over epochs to end."""
+        """Which callbacks want the loop over epochs to end."""
         return self._callbacks.wants
 
     def take_stop(self) -> bool:
-        """Return whether a callback wants the loop over epochs to end, once."""
+        """Whether a callback wants the loop over epochs to end, once."""
         return self._callbacks.take_stop()
+
+    def warn_of_plain_loop(self, epochs: int) -> None:
+        """Warn of a call of `train` that no loop over `epochs()` makes, if one would act
+        differently."""
+        self._callbacks.warn_of_plain_loop()
+        if self.named is not None:
+            self.named.warn_of_plain_loop(epochs)
 
     def note_saved(self) -> None:
         """Note that a checkpoint is complete. Any thread may call this."""
@@ -107,6 +112,10 @@ class CallRunner:
             if info.partial is not None and info.rank is not None:
                 for warning in self._rows.see(info.worker, info.rank, info.partial):
                     logger.warning("%s", warning)
+            if partial.pace is not None and info.rank is not None:
+                gpus = [number for _, number in info.gpus]
+                if line := self.speeds.see(info.rank, self._size, partial.pace, node=info.machine, gpus=gpus):
+                    logger.warning("%s", line)
             now = Underway(
                 kind=self._kind,
                 worker=info.worker,
@@ -122,9 +131,8 @@ class CallRunner:
         progress message or at the end of the call, because the workers are between two generations
         now."""
         self._size = recovery.world_size_after
-        stayed = recovery.world_size_before - len(recovery.removed_ranks)
-        if recovery.world_size_after > stayed or recovery.reason == "takeover" or not recovery.in_place:
-            self.drawn_anew.note("new workers, or a new script, continue")
+        self.speeds.changed()
+        self.drawn_anew.note("the workers or the script have changed")
         if self._kind == "train":
             self.drawn_anew.say()
         self._callbacks.recovery(recovery)
@@ -159,6 +167,7 @@ class CallRunner:
         call = f"{kind}({'' if steps is None else f'num_steps={steps}'})"
         if (found := self.place.recorded(call)) is not None:
             return found.result, found.each
+        self._store_caught(engine)
         began, self._kind, self._failed, before = time.monotonic(), kind, False, engine.progress.step
         self._size = engine.world_size
         self._rows.begin()
@@ -182,6 +191,7 @@ class CallRunner:
             each = _returned(kind, parts) or rows
             self._commit(Made(call, result, each), engine)
         except BaseException as error:
+            self.place.note_error(call, error)
             self._fail(error)
             raise
         finally:
@@ -197,18 +207,29 @@ class CallRunner:
                     "%s was made by the last script, and its values are not known: it returns None here", call
                 )
             return [None] * engine.world_size if found.result is None else list(found.result)
+        self._store_caught(engine)
         try:
             values = list(make())
-        except Exception:
-            self.place.note(Made(RAISED + call, None))
+        except Exception as error:
+            self.place.note_error(call, error)
             raise
         self._commit(Made(call, storable(values)), engine)
         return values
 
     def _commit(self, made: Made, engine: Engine) -> None:
         self.place.note(made)
+        self._store(engine)
+
+    def _store(self, engine: Engine) -> None:
         if self.named is not None:
+            self.place.forget(last_error())
             self.named.commit(engine, self.history, self.wants)
+
+    def _store_caught(self, engine: Engine) -> None:
+        """Store an error that the script has caught before its next call: a script that is started
+        again would take that for the call with the error."""
+        if self.place.made and self.place.made[-1].call.startswith(RAISED):
+            self._store(engine)
 
     def end(self) -> None:
         """Call the callbacks after the workers have ended. A second call does nothing."""
@@ -216,9 +237,15 @@ class CallRunner:
             self._open = False
             self._callbacks.end(failed=self._failed)
 
-    def exited(self, error: BaseException | None) -> None:
-        """Note that the trainer's `with` block has ended, and whether an error ended it."""
+    def exited(self, engine: Engine, error: BaseException | None) -> None:
+        """Note that the script or the trainer's `with` block has ended, and whether an error ended
+        it. A call with this error is in the record if `finally` has made calls after it."""
         self._failed = self._failed or error is not None
+        if self.place.forget(error) and self.named is not None and not self.named.tenure.superseded:
+            try:
+                self.named.commit(engine, self.history, self.wants)
+            except Exception as failed:
+                logger.warning("the next script gets this error again, which the record still has: %s", failed)
 
     def _say_folder(self) -> None:
         """Say, once, where callbacks have begun to write."""
@@ -266,8 +293,8 @@ def _plain(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_worker(parts: Sequence[PartialResults]) -> list[dict[str, Any]]:
-    """Return each worker's own results, generation by generation. Parts between which the same
-    workers only stopped, and no change was made, are one."""
+    """Each worker's own results, generation by generation. Parts between which the same workers
+    only stopped, and no change was made, are one."""
     rows: list[dict[str, Any]] = []
     for _, group in itertools.groupby(parts, key=lambda part: part.generation):
         values = [[metrics.merge_part([value]) for value in part.values] for part in group]
@@ -279,8 +306,8 @@ def _by_worker(parts: Sequence[PartialResults]) -> list[dict[str, Any]]:
 
 
 def _returned(kind: Kind, parts: Sequence[PartialResults]) -> list[Any]:
-    """Return the objects that operators returned in place of dicts. Warn if they cannot contain all
-    of the call."""
+    """The objects that operators returned in place of dicts. Warn if they cannot contain all of the
+    call."""
     values = list(itertools.chain.from_iterable(part.values for part in parts))
     objects = [each for value in values for each in value.returned]
     if objects and len(objects) < len(values):

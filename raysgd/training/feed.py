@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+from raysgd.core.control import Control
 from raysgd.core.outcomes import DataLoaderFailure
-from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, counted
 from raysgd.training.position import Position
@@ -36,11 +36,10 @@ class Source(Protocol):
         """Prepare a new epoch; `epoch` epochs were begun before it."""
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """Return this rank's part of the rest of the epoch."""
+        """This rank's part of the rest of the epoch."""
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
-        """Return how many steps of the epoch are left after `offset`, or None if that is not
-        known."""
+        """How many steps of the epoch are left after `offset`, or None if that is not known."""
 
 
 class Carrier:
@@ -75,25 +74,31 @@ class Reader:
 
     @property
     def last(self) -> bool:
-        """Return whether the batch that was returned last is known to be the last one."""
+        """Whether the batch that was returned last is known to be the last one."""
         return self._has_next and self._next is None
 
     def read_ahead(self) -> None:
         """Read the next batch, unless that has been done."""
         if self._has_next:
             return
-        self._has_next = True
         try:
-            self._next = self._draw()
+            drawn = None if self._left == 0 else next(self._drawn, None)
+            if drawn is not None:
+                if self._left is not None:
+                    self._left -= drawn.whole
+                if self._carries:
+                    drawn = drawn._replace(batch=self._carrier.send(drawn.batch))
+            self._next = drawn
         except (Exception, DataLoaderFailure) as error:
             self._next = error
+        self._has_next = True
 
     def read(self) -> Drawn | None:
-        """Return the next batch, or None at the end."""
+        """Read the next batch, or None at the end."""
         if not (self._has_next or self._ahead or self._carries):
             return next(self._drawn, None)
-        drawn: Drawn | BaseException | None = self._next if self._has_next else self._draw()
-        self._has_next, self._next = False, None
+        self.read_ahead()
+        drawn, self._has_next, self._next = self._next, False, None
         try:
             if isinstance(drawn, BaseException):
                 raise drawn
@@ -106,14 +111,6 @@ class Reader:
         finally:
             del drawn  # an error's traceback refers to this frame
 
-    def _draw(self) -> Drawn | None:
-        drawn = None if self._left == 0 else next(self._drawn, None)
-        if drawn is None:
-            return None
-        if self._left is not None:
-            self._left -= drawn.whole
-        return drawn._replace(batch=self._carrier.send(drawn.batch)) if self._carries else drawn
-
 
 class NoFeed:
     """What an operator has without a loop of its replica: each batch that user code passes to it is
@@ -123,8 +120,9 @@ class NoFeed:
     between_epochs = True
     stopped = False
 
-    def __init__(self, policies: Policies = NO_POLICIES) -> None:
+    def __init__(self, policies: Policies = NO_POLICIES, waited_s: float = 0.0) -> None:
         self.position, self.step, self.batches = Position(), Step(policies=policies), None
+        self.waited_s = waited_s  # of the loop before
 
 
 class Feed:
@@ -135,6 +133,8 @@ class Feed:
     source      draws the batches
     position    what is committed; the feed itself changes it only when an epoch begins or ends
     limit       how many batches the call may have; None for the rest of the epoch
+    most        at which of them it ends, although it may have more, because an error has ended it
+                there
     asking      asks for checkpoints between two batches
     shared      whether the data is divided among the ranks
     window      how many batches share one optimizer step
@@ -144,11 +144,16 @@ class Feed:
                 (`Places`)
     call, name  what the loop is for, and what its data is called
 
+    ahead        whether the next batch is read with the current one, which is always so of a window
+                 that must know which batch is its last
     batches      what the operator's loop iterates over
     info         what it got
     step         the newest step
     stopped      whether the loop was ended by MembershipChange, with batches left
     waited_s     how long batches were waited for
+    hidden_s     of that, while gradients were exchanged
+    agreed_s     how long the source has waited for the other ranks to agree on batches
+    parts        how many batches, or parts of batches, were read
     """
 
     def __init__(
@@ -159,6 +164,7 @@ class Feed:
         control: Control,
         *,
         limit: int | None = None,
+        most: int | None = None,
         asking: Asking | None = None,
         shared: bool = False,
         window: int = 1,
@@ -170,16 +176,19 @@ class Feed:
     ) -> None:
         self.source, self.position, self.rank_info, self._control = source, position, rank_info, control
         self._limit, self._asking, self._shared, self._window = limit, asking, shared, window
+        self._most = limit if most is None else most
         self._carrier, self._seed, self.call, self._name = carrier or Carrier(), seed, call, name
         self.policies = policies
         self.training = call == "train"
         self._reader: Reader | None = None  # of the running epoch
+        self.ahead = self._carrier.ahead or window > 1
         self.step = Step(policies=policies.usual())  # for steps that user code makes before the first batch
         self.batches: Any = None
         self.info: Mapping[str, Any] = {}
         self.failure: BaseException | None = None  # of the data
         self.stopped = False
-        self.waited_s = 0.0
+        self.waited_s = self.hidden_s = self.agreed_s = 0.0
+        self.parts, self._voted_s = 0, getattr(source, "voted_s", 0.0)
 
     def __iter__(self) -> Iterator[Step]:
         position, control, window = self.position, self._control, self._window
@@ -188,8 +197,8 @@ class Feed:
         while not position.call_done:
             begins = self.step.closing  # what was asked for before it is committed, or undone
             if begins:
-                if self._limit is not None and position.call_batches >= self._limit:
-                    self._note_end_of_epoch()
+                if self._most is not None and position.call_batches >= self._most:
+                    self.note_end_of_epoch()
                     position.call_done = True
                     return
                 if self._asking is not None and position.step >= self._asking.step:
@@ -219,19 +228,17 @@ class Feed:
 
     @property
     def epoch(self) -> int:
-        """Return the epoch of the current batch, counted from 1."""
+        """The epoch of the current batch, counted from 1."""
         return self.position.epoch
 
     @property
     def between_epochs(self) -> bool:
-        """Return whether the last batch of an epoch was returned, and the next epoch has not
-        begun."""
+        """Whether the last batch of an epoch was returned, and the next epoch has not begun."""
         return self.position.ended
 
     @property
     def unused(self) -> bool:
-        """Return whether neither this loop nor an earlier part of the call has asked for a
-        batch."""
+        """Whether neither this loop nor an earlier part of the call has asked for a batch."""
         return self._reader is None and not self.position.call_batches and not self.position.call_done
 
     def read_ahead(self) -> None:
@@ -239,9 +246,15 @@ class Feed:
         control, position = self._control, self.position
         certain = position.call_batches + 1 < position.call_expected
         if certain and not control.attention and self._reader is not None:
-            control.phase = "loading data"
+            began, control.phase = time.perf_counter(), "loading data"
             self._reader.read_ahead()
+            if self._carrier.ahead:
+                self.waited_s += time.perf_counter() - began
             control.phase = "a batch"
+
+    def reopen(self) -> None:
+        """Let the source divide the rest of the epoch in another way, from the next step on."""
+        self._reader = None
 
     def enter_step(self) -> None:
         """Seed for what is called once after a step, alike on all ranks."""
@@ -272,14 +285,16 @@ class Feed:
         except BaseException as failure:
             self.failure = failure  # only a new loop can return the next batch
             raise
-        self.waited_s += time.perf_counter() - began
+        before, self._voted_s = self._voted_s, getattr(self.source, "voted_s", 0.0)
+        self.agreed_s += self._voted_s - before
+        self.waited_s += time.perf_counter() - began - (self._voted_s - before)
         if drawn is not None:
+            self.parts += 1
             self._control.phase = "a batch"
         return drawn
 
     def _next(self) -> Drawn | None:
-        """Return the next batch. Only a call with a number of steps continues into the next
-        epoch."""
+        """Read the next batch. Only a call with a number of steps continues into the next epoch."""
         position, empty = self.position, 0
         while True:
             if position.ended:
@@ -305,14 +320,14 @@ class Feed:
     def _open(self) -> Reader:
         """Open the rest of the epoch, and note how many batches this call will have, if that is
         known, for progress messages."""
-        position, most = self.position, None
+        position = self.position
+        most = None if self._most is None else self._most - position.call_batches
         batches = self.source.batches(self.rank_info, position.offset)
         if self._limit is not None:
-            position.call_expected, most = self._limit, self._limit - position.call_batches
+            position.call_expected = self._limit
         elif (left := self.source.steps_left(self.rank_info, position.offset)) is not None:
             position.call_expected = position.call_batches + left
-        # A window must know which batch is its last.
-        return Reader(batches, self._carrier, most, ahead=self._carrier.ahead or self._window > 1)
+        return Reader(batches, self._carrier, most, ahead=self.ahead)
 
     def _begin_epoch(self) -> None:
         epoch = self.position.epoch + 1
@@ -320,14 +335,16 @@ class Feed:
             self._seed(epoch=epoch)  # the order of the data depends on nothing else
         self.source.begin(epoch - 1, self.rank_info, self._shared)
         self._control.ensure_whole()  # the order, of which rank 0 may have sent a part
+        self._reader = None
         self.position.epoch = epoch
         self.position.offset, self.position.ended, self.position.epoch_batches = 0, False, 0
 
     def _end_epoch(self) -> None:
         self.position.ended = self.position.call_ended = True
 
-    def _note_end_of_epoch(self) -> None:
-        """End the epoch if a number of steps ends exactly with it, and the source knows that."""
+    def note_end_of_epoch(self) -> None:
+        """End the epoch if this call, or what it has made up to now, ends exactly with it, and the
+        source knows that."""
         position = self.position
         if not position.ended and self.source.steps_left(self.rank_info, position.offset) == 0:
             self._end_epoch()
@@ -335,7 +352,7 @@ class Feed:
     def _ask(self, asking: Asking) -> None:
         """Make a checkpoint if it is due, unless the epoch ends here: that after the call has all
         that this one would have."""
-        self._note_end_of_epoch()
+        self.note_end_of_epoch()
         if self.position.ended or (self._reader is not None and self._reader.last):
             return
         try:

@@ -11,16 +11,36 @@ import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from raysgd.errors import CheckpointError
 from raysgd.storage.seen import UnseenError
 from raysgd.training.position import at_its_epoch
 
-if TYPE_CHECKING:
-    from raysgd.training.replica_base import ReplicaBase
-
 T = TypeVar("T")
+
+
+class LoadingReplica(Protocol):
+    """What a load needs of its replica."""
+
+    undefined: bool
+
+    def read(self, source: Any, *, trusted: bool) -> dict[str, Any]:
+        """Read the state in a `SeenFile`, or in a `Blob` that was sent. Raise CheckpointError if
+        there is none."""
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise CheckpointError unless the state fits. Nothing is changed."""
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Load a checked state."""
+
+    def all_succeeded(self, here: bool) -> bool:
+        """Whether all ranks have succeeded, which all ask together. `here` is whether this one
+        has."""
+
+    def end_load(self, loads: int | None) -> None:
+        """Complete the load of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +54,14 @@ class Refusal:
     unseen: bool = False
 
 
-def restore(replica: ReplicaBase, source: Any, trusted: bool, loads: int | None) -> Refusal | None:
+def restore(replica: LoadingReplica, source: Any, trusted: bool, loads: int | None) -> Refusal | None:
     """Load a checkpoint from a file that this rank may see, or from bytes that were sent to it.
     `loads` counts the user's loads; it is the same on each rank that has loaded this one. None: the
     state is this trainer's own, and so are the calls that it counts."""
     return take_over(replica, lambda: replica.read(source, trusted=trusted), loads)
 
 
-def take_over(replica: ReplicaBase, read: Callable[[], dict[str, Any]], loads: int | None) -> Refusal | None:
+def take_over(replica: LoadingReplica, read: Callable[[], dict[str, Any]], loads: int | None) -> Refusal | None:
     """Load the checkpoint that `read` returns. If a worker fails while the ranks change their
     state, the driver repeats the load."""
 
@@ -61,7 +81,7 @@ def take_over(replica: ReplicaBase, read: Callable[[], dict[str, Any]], loads: i
     return refusal
 
 
-def agreed(replica: ReplicaBase, part: Callable[[], T]) -> tuple[T | None, Refusal | None]:
+def agreed(replica: LoadingReplica, part: Callable[[], T]) -> tuple[T | None, Refusal | None]:
     """Do a part of a load on all ranks. Return what it returned, and, if it failed on any rank, why
     this one refuses."""
     value, refusal = None, None

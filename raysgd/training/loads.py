@@ -37,14 +37,16 @@ class Loads:
     def load(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
         self._load(path, self.take, trusted=trusted)
         where = locations.place(path)
-        self._loaded(partial(self._load, where.absolute() if isinstance(where, Path) else where, trusted=trusted))
+        where = where.absolute() if isinstance(where, Path) else where
+        self._loaded(partial(self._load, where, trusted=trusted), where)
 
     def restore(self, data: Any, *, trusted: bool = False) -> None:
         self._restore(data, self.take, trusted=trusted)
         self._loaded(partial(self._restore, data, trusted=trusted))
 
-    def _loaded(self, again: Callable[[Take], None]) -> None:
-        """Note that all ranks have loaded a state, which this loads again."""
+    def _loaded(self, again: Callable[[Take], None], where: locations.Place | None = None) -> None:
+        """Note that all ranks have loaded a state, which this loads again, from a place if it is
+        not in memory."""
 
     def _load(self, path: str | os.PathLike[str] | Uri, take: Take, *, trusted: bool) -> None:
         where = locations.usable_place(path)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd.callbacks.history import History
+from raysgd.config import object_of
 from raysgd.core.metrics import Measured
 from raysgd.errors import CheckpointError, ConfigError, counted
 from raysgd.training.auto_checkpoint import AutoCheckpoint, CheckpointFolder, SavedPlace, is_finite, measured_in
@@ -21,6 +22,7 @@ NO_EPOCHS = (
     "loop %d over trainer.epochs() has no epochs left: training was in loop %d when the script ended. Each call of trainer.epochs() "
     "begins a loop, also if a notebook's cell is run again"
 )
+ALL_DONE = "nothing is left to train: the loop over trainer.epochs(%d) had ended when the script did"
 NOT_TRAINED = "the body of the loop over trainer.epochs() has not called train(), so nothing was trained"
 NOT_FINITE = (
     "training resumes from %s, whose loss, score or weights were not finite: to continue from an older one, load() it in a new run with "
@@ -30,21 +32,25 @@ WEIGHTS_NOT_FINITE = (
     "%s has elements that are infinite or NaN, although no loss of this epoch is. The checkpoint of the epoch counts as one that is not "
     "finite, and the newest one before it stays. TrainingOptions(on_nonfinite='raise') ends training before such a step"
 )
+NEVER_MEASURED = "AutoCheckpoint(best=%r) had no effect, because no result had this metric"
+LEFT = (
+    "the loop over trainer.epochs() was left in epoch %d, which had trained. An automatic checkpoint is made when the body ends, so it has "
+    "none, and the newest one is %s. A callback such as EarlyStopping ends the loop after that. Nothing to do if you have called save()"
+)
 
 
 def opened_folder(checkpoints: Any, resume: Any, suffix: str) -> CheckpointFolder | None:
-    """Return the folder that a trainer's arguments `checkpoints` and `resume` mean, None without
+    """Open the folder that a trainer's arguments `checkpoints` and `resume` mean, None without
     checkpoints."""
-    if checkpoints is not None and not isinstance(checkpoints, AutoCheckpoint):
-        raise ConfigError(f"checkpoints must be a raysgd.AutoCheckpoint(path=...), got {checkpoints!r}")
+    object_of(AutoCheckpoint, "checkpoints", checkpoints)
     if resume not in (None, "auto"):
         raise ConfigError(f"resume must be 'auto' or None, got {resume!r}. To begin with a certain file, call load()")
     if checkpoints is None:
         if resume is not None:
             raise ConfigError("resume='auto' needs a folder: pass checkpoints=AutoCheckpoint(path=...), too")
         return None
-    folder = CheckpointFolder(checkpoints, suffix)
-    if resume is None:
+    folder = CheckpointFolder(checkpoints, suffix, resumes=resume is not None)
+    if not folder.resumes:
         folder.refuse_earlier_run()
     return folder
 
@@ -74,7 +80,6 @@ class EpochLoops:
     """Owns where the script is in its loops over `epochs()`, and when the next automatic checkpoint
     is due.
 
-    workers    the trainer's `num_workers`
     step       returns how many batches have been trained
     start      copies the state, and returns a function that waits until it is in the file of this
                path
@@ -92,7 +97,6 @@ class EpochLoops:
         folder: CheckpointFolder | None,
         history: History,
         *,
-        workers: int,
         step: Callable[[], int],
         start: Callable[[str], Callable[[], Any]],
         within: CallOfTrain,
@@ -104,32 +108,33 @@ class EpochLoops:
     ) -> None:
         self._folder, self._history = folder, history
         self._step, self._start, self._stop, self._train = step, start, stop, within
-        self._workers, self._begun, self._script, self._not_finite = workers, begun, script, not_finite
+        self._begun, self._script, self._not_finite = begun, script, not_finite
         self._loop, self._done, self._count = 0, 0, 0
         self._resumed: SavedPlace | None = None
         self._is_inside = False  # whether the body that was running had not ended
         self._rows_before: int | None = None  # of the history, when the body of the loop began; None outside of it
         self._calls = 0  # of `train` in this body
+        self._begins = False  # whether the next call is the first one of a loop that no checkpoint continues
+        self._left = 0  # the epoch in which a loop was left, after it had trained
         self._schedule = Schedule("epoch" if folder is None else folder.settings.every, clock, at=clock())
         self._saves_within = False  # the running call
         self._within: WithinCall | None = None  # the part of a call that is running
         self._handle: Any = None  # of the newest save within a call
-        self._resumes_call = self._continues = False  # the call in which the checkpoint was made
+        self._resumes_call = False  # whether the next call continues the one in which the checkpoint was made
 
     @property
     def epochs(self) -> int | None:
-        """Return how many epochs the loop has whose body is running."""
+        """How many epochs the loop has whose body is running."""
         return None if self._rows_before is None else self._count
 
     @property
     def resumed(self) -> SavedPlace | None:
-        """Return the checkpoint from which this trainer has resumed."""
+        """The checkpoint from which this trainer has resumed."""
         return self._resumed
 
     @property
     def place(self) -> tuple[int, int]:
-        """Return the loop in which this trainer has resumed, and how many of its epochs were
-        done."""
+        """The loop in which this trainer has resumed, and how many of its epochs were done."""
         return (0, 0) if self._resumed is None else (self._resumed.loop, self._resumed.done)
 
     def attach(self, loop: int, done: int) -> None:
@@ -205,6 +210,9 @@ class EpochLoops:
             return  # it was ended by a callback, and the script was killed afterwards
         if saved is not None and number < saved.loop:
             logger.warning(NO_EPOCHS, number, saved.loop)
+        elif done == count > 0 and not self._is_inside:
+            logger.warning(ALL_DONE, count)
+        self._begins, self._left = saved is None or number > saved.loop, 0
         for epoch in range(done + 1, count + 1):
             self._done, self._calls = epoch - 1, 0
             self._rows_before = len(self._history) - self._begun(number, epoch - 1)
@@ -215,6 +223,9 @@ class EpochLoops:
                     raise ConfigError(
                         "a loop over trainer.epochs() must not begin inside another one: end the first one"
                     )
+            except GeneratorExit:  # by `break`, or an error: that is known when the trainer ends
+                self._left = epoch if number == self._loop and self._calls else self._left
+                raise
             finally:
                 if number == self._loop:
                     self._rows_before = None
@@ -235,17 +246,17 @@ class EpochLoops:
             return
         score = self._score(rows_before, folder.settings.best)
         self.end_part()
-        step, run = self._step(), {**self._run, **script}
+        step = self._step()
         if last or folder.settings.every == "epoch" or self._schedule.is_due(step) or folder.improves(score):
             finite = all(map(is_finite, [*self._history[rows_before:], {"loss": score}]))
             if finite and (parameter := self._not_finite()):
                 logger.warning(WEIGHTS_NOT_FINITE, parameter)
                 finite = False
-            folder.save(self._place_at(step), score, self._history, self._start, run, finite=finite)
+            folder.save(self._place_at(step), score, self._history, self._start, script, finite=finite)
             self._schedule.saved(step)
 
     def _score(self, rows_before: int, name: str | None) -> float | None:
-        """Return the newest value of a metric that was measured in this body. Raise an error if a
+        """Find the newest value of a metric that was measured in this body. Raise an error if a
         validation did not measure it."""
         own = name is not None and name.startswith("test_")  # or else a test does not choose the model
         rows = [row for row in self._history[rows_before:] if own or row["kind"] != "test"]
@@ -260,10 +271,6 @@ class EpochLoops:
     def _place_at(self, step: int) -> SavedPlace:
         return SavedPlace(self._loop, self._done, step)
 
-    @property
-    def _run(self) -> dict[str, int]:
-        return {"epochs": self._count, "workers": self._workers}
-
     def close(self, *, force: bool) -> None:
         """Wait for a save that is running, unless by force, and log its error. Let other trainers
         use the folder."""
@@ -273,16 +280,25 @@ class EpochLoops:
         try:
             if not force:
                 self._folder.wait()
+                self._warn_of_missing(self._folder)
         except CheckpointError as error:
             logger.error("%s", error)
         finally:
             self._folder.release()
 
+    def _warn_of_missing(self, folder: CheckpointFolder) -> None:
+        """Warn of checkpoints that the user may miss, after loops that no error has ended."""
+        if self._left:
+            logger.warning(LEFT, self._left, folder.path(folder.latest) or "none")
+        if folder.settings.best is not None and self._loop and self._done and folder.best is None:
+            logger.warning(NEVER_MEASURED, folder.settings.best)
+
     # -- within a call of `train` -----------------------------------------------------------------------
 
-    def begin_call(self, num_steps: int | None) -> None:
-        """Note a call of `train`. Checkpoints are made within the first one of a body: a restarted
-        script repeats the body, and its first call continues that one."""
+    def begin_call(self, num_steps: int | None) -> dict[str, Any]:
+        """Note a call of `train`, and return further arguments of the workers' call. Checkpoints
+        are made within the first one of a body: a restarted script repeats the body, and its first
+        call continues that one."""
         inside = self._rows_before is not None
         if not inside and self._folder is not None:
             raise ConfigError(
@@ -291,13 +307,21 @@ class EpochLoops:
             )
         self._calls += 1
         self._saves_within = self._schedule.every != "epoch" and self._calls == 1 and num_steps is None
-        self._continues, self._resumes_call = self._resumes_call, False
+        continues, self._resumes_call = self._resumes_call, False
+        begins, self._begins = self._begins and inside, False
+        return {"epochs": self.epochs, "continues": continues, "begins": begins}
 
-    def begin_part(self) -> dict[str, Any]:
-        """Return further arguments of the workers' call, whenever it is made."""
+    @property
+    def call(self) -> tuple[int, int, int]:
+        """A key of the newest call of `train`."""
+        return self._loop, self._done, self._calls
+
+    def begin_part(self, call: tuple[int, int, int]) -> dict[str, Any]:
+        """Make further arguments of the workers' call with this key, whenever it is made. Within an
+        earlier one, which is made again, the script has no place to which a checkpoint belongs."""
         self.end_part()
-        more: dict[str, Any] = {"continues": True} if self._continues else {}
-        if self._saves_within:
+        more: dict[str, Any] = {}
+        if self._saves_within and call == self.call:
             step, ranks, before = self._train.part()
             self._within = WithinCall(
                 self._schedule, self._start_within, self._train.fail, step=step, ranks=ranks, before=before
@@ -331,7 +355,7 @@ class EpochLoops:
             None,
             self._history,
             start,
-            {**self._run, **self._script()},
+            self._script(),
             measured=lambda: contents.wait().call,
             written=lambda path: self._train.written(path, contents),
             fail=self._train.fail,

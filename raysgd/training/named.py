@@ -17,7 +17,7 @@ from raysgd.config import ORPHAN_S, at_least
 from raysgd.engine.engine import Engine
 from raysgd.errors import ConfigError, counted, shown
 from raysgd.training.place import Made, Place
-from raysgd.training.replica_base import OperatorReplicaFactory
+from raysgd.training.settings import OperatorReplicaFactory
 from raysgd.workers.keeper import Tenure
 from raysgd.workers.serialization import dumps
 
@@ -122,7 +122,7 @@ class NamedRun:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Return how many validations and tests there were before the body that was running."""
+        """How many validations and tests there were before the body that was running."""
         return self._counts
 
     def begin_body(self, counts: tuple[int, int], engine: Engine, history: History, wants: list[bool]) -> None:
@@ -146,7 +146,7 @@ class NamedRun:
 
 
 def checked_name(name: Any, orphan_s: Any) -> tuple[str, float] | None:
-    """Return the trainer's name and how long its workers wait, None without a name."""
+    """Check the trainer's name and how long its workers wait, None without a name."""
     if name is None and orphan_s == ORPHAN_S:
         return None
     if name is None:
@@ -190,6 +190,11 @@ def new_tenure(name: str, orphan_s: float) -> Tenure:
 
 
 def ended_by_itself() -> bool:
-    """Return whether the script that ends now has come to its end, and not to an error. A notebook
-    never does: its process is restarted."""
-    return getattr(sys, "last_value", None) is None and "ipykernel" not in sys.modules
+    """Whether the script that ends now has come to its end, and not to an error. A notebook never
+    does: its process is restarted."""
+    return last_error() is None and "ipykernel" not in sys.modules
+
+
+def last_error() -> BaseException | None:
+    """The error that has ended the script, or the newest one that ended a notebook's cell."""
+    return getattr(sys, "last_value", None)

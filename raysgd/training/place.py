@@ -3,23 +3,26 @@ returned. Driver."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from raysgd.callbacks.writers import for_json
+from raysgd.errors import NonFiniteError, RaysgdError, text_of
 
 logger = logging.getLogger("raysgd")
 
-RAISED = "raised: "  # before the name of a change that has raised an error, and is made again
+RAISED = "raised: "  # before the name of a call that has raised an error
 
 
 class Made(NamedTuple):
     """A call that has returned.
 
     call    its name with the arguments that count; "" for a change of which only the workers know
-    result  what it has returned
+    result  what it has returned; of an error that it has raised, the module, class and text
     each    what each worker has measured; None for a call that changes the state
     """
 
@@ -31,12 +34,14 @@ class Made(NamedTuple):
 class Place:
     """Owns the place of a script: `loop`, how many of its epochs are `done`, and the calls that
     this body has `made`. Each of them is made once: a script that is started again gets in this
-    body, in order, what had returned there before. Bodies that make other calls, because the code
-    was changed, get nothing. Saves and other calls that change nothing are made again."""
+    body, in order, what had returned or been raised there before. Bodies that make other calls,
+    because the code was changed, get nothing. Saves and other calls that change nothing are made
+    again."""
 
     def __init__(self) -> None:
         self.loop = self.done = 0
         self.made: list[Made] = []
+        self._raised: tuple[BaseException | None, Made | None] = None, None  # the newest error of a call
         self._resumed: tuple[int, int] | None = None
         self._before: list[Made] = []  # of the body that an earlier script has not ended
         self._left: list[Made] = []  # those that this one has not come to yet
@@ -48,22 +53,24 @@ class Place:
 
     def begin_body(self, loop: int, done: int) -> int:
         """Note that a body begins. Return how many rows the history has of it already."""
-        self.loop, self.done, self.made = loop, done, []
+        self.loop, self.done, self.made, self._raised = loop, done, [], (None, None)
         self._left = list(self._before) if self.is_resumed else []
         return sum(each.each is not None for each in self._left)
 
     @property
     def is_resumed(self) -> bool:
-        """Return whether an earlier script was in this body."""
+        """Whether an earlier script was in this body."""
         return (self.loop, self.done) == self._resumed
 
     def recorded(self, call: str, *, change: bool = False) -> Made | None:
-        """Return what this call has returned in an earlier script, if it had returned there."""
+        """Find what this call has returned in an earlier script, if it had returned there. Raise
+        the error that it had raised, which the script had caught."""
         if not self._left:
             return None
         was, *self._left = self._left
         if was.call == RAISED + call:
-            return None
+            self.made.append(was)
+            raise _error_again(call, *was.result)
         if was.call != call and not (change and not was.call):
             if was.call:
                 logger.warning("this script calls %s where the last one called %s: the call is made", call, was.call)
@@ -75,15 +82,54 @@ class Place:
     def note(self, made: Made) -> None:
         self.made.append(made)
 
+    def note_error(self, call: str, error: BaseException) -> None:
+        """Note an error of user code. Those of machines may not come again."""
+        kind = type(error)
+        if not isinstance(error, Exception) or (isinstance(error, RaysgdError) and kind is not NonFiniteError):
+            return
+        made = Made(RAISED + call, [kind.__module__, kind.__qualname__, text_of(error)])
+        self._raised = error, made
+        self.note(made)
+
+    def forget(self, error: BaseException | None) -> bool:
+        """Forget the newest call with an error, if this is the error, which has ended the script,
+        and the evaluations after it: the next script makes them again. Return whether there were
+        any after it."""
+        known, made = self._raised
+        place = next((number for number, each in enumerate(self.made) if each is made), None)
+        while error is not None and error is not known:
+            error = error.__cause__ or error.__context__
+        if error is None or place is None or any(_trains(each) for each in self.made[place + 1 :]):
+            return False
+        after = len(self.made) - place - 1
+        del self.made[place:]
+        return after > 0
+
     def as_json(self) -> list[Any]:
-        """Return the calls of this body for the record of a checkpoint."""
+        """The calls of this body for the record of a checkpoint."""
         return [
             [each.call, for_json(each.result, strict=False), for_json(each.each, strict=False)] for each in self.made
         ]
 
 
+def _trains(made: Made) -> bool:
+    """Whether a call has changed the state."""
+    return not made.call.startswith(RAISED) and (made.each is None or made.call.startswith("train("))
+
+
+def _error_again(call: str, module: str, name: str, text: str) -> Exception:
+    """Make an error of the same class and text, if this script knows the class."""
+    kind: Any = sys.modules.get(module)
+    for part in name.split("."):
+        kind = getattr(kind, part, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with contextlib.suppress(TypeError):
+            return kind.__new__(kind, text)  # its own `__init__` may want other arguments
+    return RaysgdError(f"{call} had raised {name}: {text}")
+
+
 def storable(values: Sequence[Any]) -> list[Any] | None:
-    """Return values of the ranks if JSON can hold them, or None."""
+    """Values of the ranks if JSON can hold them, or None."""
     try:
         return list(values) if json.loads(json.dumps(values)) == values else None
     except (TypeError, ValueError, RecursionError):

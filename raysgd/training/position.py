@@ -34,7 +34,7 @@ def check_counters(state: Mapping[str, Any]) -> None:
 
 
 def at_its_epoch(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state whose position agrees with its `epoch`. If a user has changed that number, so
+    """Make the position in a state agree with its `epoch`. If a user has changed that number, so
     many epochs count as trained, and the next one begins at its beginning. What is not a number of
     epochs is left to the checks."""
     epoch, position = state.get("epoch"), state.get("position")
@@ -72,6 +72,7 @@ class Position:
                    (Keras' `steps_per_epoch`)
     offset, ended  the position in the current epoch, and whether the epoch has ended
     epoch_batches  batches of the current epoch
+    overdue        whether an error has ended a call with `call_ended`, and no later one has stepped
     parked         the epoch's position while a call trains on a data set of its own
     left_out       batches in a row up to now whose step was left out (`LeaveOut`)
     contract       what prevents that the batch is divided into parts, and an advice (`Violation`,
@@ -100,6 +101,7 @@ class Position:
     call_units: int = 0
     call_done: bool = False
     call_ended: bool = False
+    overdue: bool = False
     call_epoch: int = 0
     left_out: int = 0
     contract: Any = None
@@ -123,7 +125,7 @@ class Position:
 
     @property
     def users_epoch(self) -> int:
-        """Return how many epochs have begun, as users count them."""
+        """How many epochs have begun, as users count them."""
         return self.counted or self.epoch
 
     def as_dict(self) -> dict[str, Any]:
@@ -150,8 +152,8 @@ class Position:
         self.call_batches += batches
 
     def is_new(self, call: int, *, continues: bool = False) -> bool:
-        """Return whether this is another call than the one in which this is a position. With
-        `continues`, a position that was loaded is in this call, if it is in one."""
+        """Whether this is another call than the one in which this is a position. With `continues`,
+        a position that was loaded is in this call, if it is in one."""
         if continues and self.call < 0 and self.call_batches:
             self.call = call
         return call != self.call
@@ -160,6 +162,7 @@ class Position:
         """Begin a call, or continue it. Return False if its work is done already."""
         if call != self.call:
             self.call, self.call_batches, self.call_expected, self.call_units = call, 0, 0, 0
+            self.overdue = self.overdue or self.call_ended
             self.call_done = self.call_ended = False
             self.call_epoch = self.epoch + self.ended
         return not self.call_done

@@ -40,14 +40,14 @@ class Products:
 
 @functools.cache
 def direction() -> np.ndarray:
-    """Return the vector of one block, the same on every machine: uniformly distributed, with
-    variance 1."""
+    """The vector of one block, the same on every machine: uniformly distributed, with variance
+    1."""
     vector: np.ndarray = (np.random.default_rng(0).random(BLOCK) * 2 - 1) * np.sqrt(3.0)
     return vector
 
 
 def numbers(read: Mapping[str, Products]) -> dict[str, list[float]]:
-    """Return each parameter's entry in a `Summary`."""
+    """Compute each parameter's entry in a `Summary`."""
     if not read:
         return {}
     counts = np.array([len(each.products) for each in read.values()])

@@ -49,7 +49,7 @@ class DraftOfSave(Protocol):
         that concern it."""
 
     def size(self) -> int:
-        """Return how much of it has been written, as far as that is known."""
+        """How much of it has been written, as far as that is known."""
 
     def complete(self, reports: Sequence[Report], given: Callable[[], Any]) -> None:
         """Give the draft its name. `reports` are those of the workers that have written; `given`
@@ -162,15 +162,14 @@ class _Save:
         self._moved_at = time.monotonic()
 
     def begin(self, writers: int, *, later: bool) -> dict[str, Any]:
-        """Return the arguments for the workers' call, whenever it is made."""
+        """Make the arguments for the workers' call, whenever it is made."""
         self._close_transfers()
         arguments = self.draft.begin()
         self._transfers = [self._transfer() for _ in range(writers)]
         return {**arguments, "transfers": [each.name for each in self._transfers], "later": later}
 
     def moves(self) -> bool:
-        """Return whether something was written a moment ago: a slow disk does not count as a
-        hang."""
+        """Whether something was written a moment ago: a slow disk does not count as a hang."""
         try:
             progress = [self.draft.size(), *(each.moved for each in self._transfers)]
         except OSError as error:
@@ -235,7 +234,7 @@ class _Save:
 
 
 def _report_of(given: Future[Report | None]) -> Report:
-    """Return what a worker reported about its part. Raise its error."""
+    """Read what a worker reported about its part. Raise its error."""
     try:
         report = given.result() or {}
     except ConnectionError as error:
@@ -300,6 +299,7 @@ class Saves:
         return SaveHandle(save)
 
     def content(self) -> Any:
+        self.raise_failed()
         return self._engine.run(Job(Call(writing.checkpoint), needs_state=True))[-1].values[0].data
 
     def raise_failed(self) -> None:

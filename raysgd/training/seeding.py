@@ -48,19 +48,20 @@ def seed_for(
         seed_for(7, epoch=1, offset=16, reading=True)    before it reads the part from sample 16 on
         seed_for(7, epoch=1, offset=16)                  before it trains on this part
 
-    epoch    counted from 1; of validations and tests, the number of the pass over the data
+    epoch    counted from 1; of validations, tests and predictions, the number of the pass over the
+             data
     offset   where the part begins in the epoch's order, in samples, or in batches of a batch
              sampler. Of data without an order, where it ends
     part     0; of data without an order, the rank; -2 for `on_step`, with the offset after the step
     reading  whether the data set gets the samples now
-    call     "train", "validate", "test" or "predict" (whose epoch is 1)
+    call     "train", "validate", "test" or "predict"
     loader   the name of the loader, if several have been registered with names
     """
     Places(seed, call, loader).enter(epoch=epoch, offset=offset, part=part, reading=reading)
 
 
 def derived_seed(seed: int, *place: Any) -> int:
-    """Return a seed for this place (numbers and strings). Places that differ in one number have
+    """Derive a seed for this place (numbers and strings). Places that differ in one number have
     unrelated seeds, also as NumPy reads them, which takes 32 bits."""
     text = repr((seed, *place)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") & LARGEST_SEED
@@ -94,7 +95,5 @@ class DrawnAnew:
         if self._why and not self._said:
             self._said = True
             logger.warning(
-                "%s, and this run has no seed: from here on, shuffling and dropout draw other numbers than in an undisturbed run "
-                "(a generator that you have passed to a loader or sampler continues). Pass seed=n to the trainer to prevent that",
-                self._why,
+                "this run has no seed=, so shuffling and dropout draw other numbers from here on (%s)", self._why
             )

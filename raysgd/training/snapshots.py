@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import queue
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+from raysgd.core.control import Control
 from raysgd.core.messages import SnapshotUpload
-from raysgd.core.progress import Control
 from raysgd.errors import described
+from raysgd.training.feed import Feed
 
 logger = logging.getLogger(__name__)
 
-# For the snapshot of a state that the user has loaded, and for room for one in the middle of an epoch, while the other ranks
-# wait in a collective call; a hang in the driver's eyes must take longer.
-LOADED_S = ROOM_S = 5.0
+# For the snapshot of a state that the user has loaded, while the other ranks wait in a collective call; a hang in the driver's
+# eyes must take longer.
+LOADED_S = 5.0
 CLOSE_S = 5.0
 SMALL = 1 << 20
+
+# A copy of the state. In a `with` block, which another thread enters, it is complete, and packed as these buffers.
+Copied = AbstractContextManager[Sequence[Any]]
 
 
 class Snapshotter:
@@ -32,7 +38,7 @@ class Snapshotter:
         self._thread: threading.Thread | None = None
         self._requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._next: tuple[SnapshotUpload, Sequence[Any]] | None = None
+        self._next: tuple[SnapshotUpload, Copied] | None = None
         self._uploading = False
         self._size = 0
         self._warned = self._slow = False
@@ -40,11 +46,11 @@ class Snapshotter:
 
     @property
     def wanted(self) -> bool:
-        """Return whether snapshots are to be taken, and there is a driver that receives them."""
+        """Whether snapshots are to be taken, and there is a driver that receives them."""
         return self._every is not None and self._control.upload is not None
 
     def due_after_batch(self, step: int, *, before: int) -> bool:
-        """Return whether a snapshot is due, now that `step` batches are committed, and not only the
+        """Whether a snapshot is due, now that `step` batches are committed, and not only the
         `before` ones. With a number of batches, that is so on all ranks or on none, whatever each
         has done earlier, because shards are kept together."""
         every = self._every
@@ -57,16 +63,38 @@ class Snapshotter:
         self._due_at = time.monotonic() + every
         return True
 
+    def take_if_due(self, replica: Any, feed: Feed, before: int) -> None:
+        """Take a snapshot in an epoch, if one is due after the step `before` and those since."""
+        if replica.agree_on_snapshot(self.due_after_batch(feed.position.step, before=before)):
+            feed.note_end_of_epoch()
+            self.take(replica, waits=False)
+
+    def take(self, replica: Any, *, waits: bool = True) -> None:
+        """Send a copy of the replica's state to the driver, from rank 0. Training waits for the
+        copy, and, if it `waits`, until a large one before it is sent; otherwise, there is none
+        meanwhile."""
+        replica.share()
+        if not (self.wanted and replica.rank == 0 and self.has_room(waits=waits)):
+            return
+        # Read before a device copies.
+        state, measured = replica.full_state(for_peers=True), replica.results.of_all_ranks()
+        try:
+            copied, size = replica.copy(state)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            self.warn(error)
+            return
+        self.send(SnapshotUpload(replica.progress, replica.position.call, measured), copied, size)
+
     def wait(self, limit_s: float | None = None) -> bool:
         """Wait until the newest snapshot is uploaded. Return whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._uploading, limit_s)
 
-    def wait_for_room(self, limit_s: float | None = None) -> bool:
-        """Wait, before a snapshot is taken, until an earlier one is uploaded, if it is so large
-        that memory and network should not have to hold both. Of small ones, only the newest is
-        uploaded next. Return False after the limit."""
-        if self._size <= SMALL or self.wait(limit_s):
+    def has_room(self, *, waits: bool) -> bool:
+        """Whether, before a snapshot is taken, an earlier one is uploaded, if it is so large that
+        memory and network should not have to hold both; with `waits`, wait until it is. Of small
+        ones, only the newest is uploaded next."""
+        if self._size <= SMALL or self.wait(None if waits else 0.0):
             return True
         if not self._slow:
             self._slow = True
@@ -89,11 +117,11 @@ class Snapshotter:
                 described(error),
             )
 
-    def send(self, message: SnapshotUpload, content: Sequence[Any]) -> None:
+    def send(self, message: SnapshotUpload, copied: Copied, size: int) -> None:
         """Upload a snapshot on the thread for that, in place of one that has not begun."""
-        self._size = sum(map(len, content))
+        self._size = size
         with self._changed:
-            self._next = (message, content)
+            self._next = (message, copied)
             if not self._uploading:
                 self._uploading = True
                 self._requests.put(True)
@@ -106,15 +134,16 @@ class Snapshotter:
         assert upload is not None, "only after `wanted`"
         while self._requests.get():
             while (newest := self._take()) is not None:
-                message, content = newest
+                message, copied = newest
                 try:
-                    upload(message, *content)
+                    with copied as buffers:
+                        upload(message, *buffers)
                 except Exception as error:
                     logger.warning("a snapshot could not be sent to the driver: %s", described(error))
-                del newest, content  # the memory of a large state
+                del newest, copied
 
-    def _take(self) -> tuple[SnapshotUpload, Sequence[Any]] | None:
-        """Return the snapshot to upload next. Without one, the uploads have ended."""
+    def _take(self) -> tuple[SnapshotUpload, Copied] | None:
+        """Take the snapshot to upload next. Without one, the uploads have ended."""
         with self._changed:
             newest, self._next = self._next, None
             self._uploading = newest is not None

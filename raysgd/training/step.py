@@ -5,7 +5,7 @@
             policy(step)
         operator.train_batch(step.current.batch, ...)   # self.zero_grad, self.backward and self.step act on the step
         if step.closing:
-            commit(step)                    # `ReplicaBase`: position, policies, progress, snapshot
+            commit(step)                    # `StepLoop`: position, policies, progress, snapshot
 
 Each outcome has one writer: a step is "applied" when an optimizer has stepped, "skipped" if a
 policy leaves it out, and "undone" if the loop ends before that.
@@ -14,10 +14,7 @@ policy leaves it out, and "undone" if the loop ends before that.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-if TYPE_CHECKING:
-    from raysgd.training.feed import Feed
+from typing import Any, Literal, NamedTuple
 
 Outcome = Literal["open", "applied", "skipped", "undone"]
 
@@ -50,71 +47,11 @@ class Drawn(NamedTuple):
     samples: int | None = None
 
 
-class Policy:
-    """Takes part in steps, or observes them. An operator has several, which act in their order; by
-    default they do nothing. Torch's operators call all of these methods, TensorFlow's, whose steps
-    are graph functions, the first five.
-
-    option          what the user has passed, if it acts in the operator's helpers only, so that
-                    torch's own methods must not be used
-    in_usual_steps  False if it does nothing in usual steps: of one batch, of which all ranks have
-                    the same number of samples
-    """
-
-    option = ""
-    in_usual_steps = True
-
-    def on_epoch(self, feed: Feed) -> None:
-        """Called before a loop over an epoch, or over the rest of it. `feed` has what the loop
-        reads, and the running step."""
-
-    def begin(self, step: Step) -> None:
-        """Called before each part of a batch, which is `step.current` now."""
-
-    def before_commit(self, step: Step) -> None:
-        """Called before a step is committed, unless an error has ended it, and by raysgd's loops
-        also when its last batch is done. Raise an error if it must not be committed."""
-
-    def on_step(self, step: Step) -> None:
-        """Called when a step has ended. It is "undone", or "applied" or "skipped" and committed."""
-
-    def rest(self) -> None:
-        """Called after a loop, which an error may have ended: no step is open."""
-
-    def cleared(self, step: Step) -> None:
-        """Called by `self.zero_grad`, which clears nothing after the first batch of a step."""
-
-    def weighted(self, step: Step, loss: Any) -> Any:
-        """Called by `self.backward`. Return the loss whose gradients are computed."""
-        return loss
-
-    def awaits(self, step: Step, optimizer: Any) -> None:
-        """Called by `self.step` if the step needs further batches."""
-
-    def check(self, step: Step, optimizer: Any) -> None:
-        """Called by `self.step` first, with the gradients as the backward pass has left them."""
-
-    def gradients(self, step: Step, optimizer: Any) -> bool:
-        """Called by `self.step` with the gradients of all ranks, not scaled. Return whether to make
-        the step: alike on all ranks."""
-        return True
-
-    def direct(self, step: Step, optimizer: Any) -> None:
-        """Called before a step that user code makes with `optimizer.step()`."""
-
-    def stepped(self, step: Step, optimizer: Any) -> None:
-        """Called after each step of an optimizer, and after the user's hooks on it."""
-
-    def trained(self, step: Step) -> None:
-        """Called by the default loop when `train_batch` has returned, unless a user's loop gives it
-        the batches."""
-
-
 class Policies:
-    """Policies in their order, and for each method those that do something in it. `option` is the
-    first that forbids torch's own methods."""
+    """Policies (`training/step_policy.py`) in their order, and for each method those that do
+    something in it. `option` is the first that forbids torch's own methods."""
 
-    def __init__(self, every: Sequence[Policy] = ()) -> None:
+    def __init__(self, every: Sequence[Any] = ()) -> None:
         self.every = every
         self.option = next((each.option for each in every if each.option), "")
         self.on_epoch, self.begin = self._acting("on_epoch"), self._acting("begin")
@@ -126,11 +63,9 @@ class Policies:
         self.stepped, self.trained = self._acting("stepped"), self._acting("trained")
 
     def _acting(self, method: str) -> list[Callable[..., Any]]:
-        default = getattr(Policy, method)
-        return [getattr(each, method) for each in self.every if getattr(type(each), method) is not default]
+        return [getattr(each, method) for each in self.every if each.acts_in(method)]
 
     def usual(self) -> Policies:
-        """Return those that act in usual steps."""
         return Policies([each for each in self.every if each.in_usual_steps])
 
 
@@ -149,6 +84,8 @@ class Step:
                step out, "undone" if its batches will be drawn again
     committed  whether the position is behind it
     failed     whether an error has ended it
+    error      of a failed peer, raised again before another step is made or committed, if user code
+               has caught it
     samples    how many samples the current batch counts among those that share the step, if there
                are several batches
     share      their part in the step, relative to a batch alone
@@ -164,6 +101,7 @@ class Step:
         "count",
         "current",
         "drawn",
+        "error",
         "failed",
         "metrics",
         "outcome",
@@ -184,6 +122,7 @@ class Step:
         self.closing = self.current.whole
         self.outcome: Outcome = "open"
         self.failed = False
+        self.error: Exception | None = None
         self.samples = self.share = 1.0
         self.count: Any = None
         self.metrics: list[tuple[dict[str, Any], Any, bool]] = []
@@ -202,8 +141,8 @@ class Step:
         return self.committed or self.outcome == "undone"
 
     def counts(self, *, failed: bool) -> bool:
-        """Return whether the step counts if the loop leaves it now: after an error if it was
-        applied, otherwise if it is complete."""
+        """Whether the step counts if the loop leaves it now: after an error if it was applied,
+        otherwise if it is complete."""
         return self.outcome == "applied" if failed else self.closing
 
 

@@ -9,40 +9,34 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from raysgd.callbacks.base import Run
-from raysgd.callbacks.folder import folder_to_be
 from raysgd.callbacks.history import History
 from raysgd.callbacks.printing import epoch_line
-from raysgd.config import ORPHAN_S, ElasticConfig, Limits, WorkerResources, at_least, check_flags
+from raysgd.config import at_least, check_flags
 from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import Ok
 from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
-from raysgd.core.protocols import Call, ProcessGroupBackend
-from raysgd.core.ranks import SingleWorkerBackend
-from raysgd.core.shard_copies import ShardedState
+from raysgd.core.protocols import Call
+from raysgd.core.speed import Speed
 from raysgd.engine.call import EARLIER, Job, PartialResults
 from raysgd.engine.engine import Engine
-from raysgd.environment import start_limit_s
 from raysgd.errors import ConfigError, suggesting
+from raysgd.training import evaluation
 from raysgd.training.arguments import check_call
-from raysgd.training.auto_checkpoint import CheckpointFolder
-from raysgd.training.call_runner import CallRunner, exclusive
+from raysgd.training.call_runner import exclusive
+from raysgd.training.description import GivenConfig, RunDescription, build
+from raysgd.training.loads import Loads
 from raysgd.training.loops import CallOfTrain, EpochLoops
-from raysgd.training.named import NamedRun, checked_name, ended_by_itself, new_tenure
-from raysgd.training.operator_base import OperatorBase
-from raysgd.training.replica_base import (
-    OperatorReplicaFactory,
-    ReplicaBase,
-    apply,
-    apply_operator,
-    has_data,
-)
+from raysgd.training.named import ended_by_itself, last_error
+from raysgd.training.replica_base import ReplicaBase
 from raysgd.training.saves import SaveHandle, Saves
+from raysgd.training.seeding import DrawnAnew
+from raysgd.training.user_functions import apply, apply_operator
 from raysgd.training.within_call import Contents
 from raysgd.workers.inline_group import InlineGroup
 from raysgd.workers.serialization import pack
@@ -56,33 +50,23 @@ T = TypeVar("T", bound="TrainerBase")
 
 
 class TrainerBase(ABC):
-    """Owns the engine and the callbacks of one trainer. `num_workers` is the largest number of
-    workers it can have."""
+    """Owns the engine and the callbacks of one trainer."""
 
     # How many batches `validate` uses by default; None: all.
     _validation_steps: int | None = None
     _in_parts = False  # whether a batch is divided into parts, unless the user has asked for another mode
-    _factory: OperatorReplicaFactory  # of the workers
-    _compares = False  # whether the ranks' weights are compared
 
-    def __init__(
-        self,
-        engine: Engine,
-        calls: CallRunner,
-        num_workers: int,
-        folder: CheckpointFolder | None,
-        *,
-        resume: bool,
-    ) -> None:
-        self._engine, self._calls, self._saves = engine, calls, Saves(engine, calls.note_saved)
-        self._distributed = num_workers > 1
+    def __init__(self, described: RunDescription) -> None:
+        self._engine, self._calls = engine, calls = build(described)
+        self._factory, self.config = described.factory, GivenConfig(described.config)
+        self._saves, self._folder = Saves(engine, calls.note_saved), described.folder
+        self._loads = self._make_loads(calls.drawn_anew)
         self._validations = self._tests = 0
-        self._folder = folder
+        self._predictions = 0  # that this script has made
         self._asked: TransferProtocol | None = None  # by workers, in the middle of a call
         self._loops = EpochLoops(
-            folder,
+            described.folder,
             calls.history,
-            workers=num_workers,
             step=lambda: engine.progress.step,
             start=self._start_save,
             within=self._call_of_train(engine),
@@ -98,7 +82,7 @@ class TrainerBase(ABC):
             assert calls.named is not None
             self._validations, self._tests = calls.named.counts
             self._loops.attach(calls.place.loop, calls.place.done)
-        self._begin(resume=resume)
+        self._begin()
         if calls.named is not None and not self.attached:
             calls.named.commit(engine, calls.history, calls.wants)
 
@@ -112,19 +96,23 @@ class TrainerBase(ABC):
     def _at_exit(self) -> None:
         """End the workers of a trainer with a name, unless the script ends by an error."""
         if self._engine.active:
+            self._calls.exited(self._engine, last_error())
             self._stop(force=True, leave=not ended_by_itself())
+
+    def _make_loads(self, drawn_anew: DrawnAnew) -> Loads:
+        return Loads(self._engine, drawn_anew)
 
     @property
     def attached(self) -> bool:
-        """Return whether this trainer has taken over the workers of a script that has ended."""
+        """Whether this trainer has taken over the workers of a script that has ended."""
         return self._calls.named is not None and self._calls.named.attached
 
-    def _begin(self, *, resume: bool) -> None:
+    def _begin(self) -> None:
         """Load the newest automatic checkpoint, if there is one and it is wanted."""
         try:
             if self._folder is not None:
-                self._folder.claim(resume=resume)
-            if not resume or self.attached:
+                self._folder.claim()
+            if self._folder is None or not self._folder.resumes or self.attached:
                 return
             record = self._loops.resume(self._load_automatic)
             if record is not None:
@@ -133,7 +121,7 @@ class TrainerBase(ABC):
             else:
                 logger.warning("training starts from the beginning: there is no checkpoint in %s", self._folder)
         except BaseException as error:
-            self._calls.exited(error)
+            self._calls.exited(self._engine, error)
             self._stop(force=True, leave=self.attached)
             raise
 
@@ -141,7 +129,7 @@ class TrainerBase(ABC):
 
     @suggesting
     def epochs(self, epochs: int) -> Iterator[int]:
-        """Return an iterator over 1, 2, ..., `epochs`, for a loop of your own:
+        """Iterate over 1, 2, ..., `epochs`, for a loop of your own:
 
             for epoch in trainer.epochs(10):
                 trainer.train()
@@ -207,22 +195,22 @@ class TrainerBase(ABC):
 
     @exclusive
     def _has_validation_data(self) -> bool:
-        return bool(self._first(has_data, phase="validation"))
+        return bool(self._first(evaluation.has_data, phase="validation"))
 
     @property
     def best_checkpoint(self) -> str | None:
-        """Return the path of the best automatic checkpoint so far (`AutoCheckpoint.best`)."""
+        """The path of the best automatic checkpoint so far (`AutoCheckpoint.best`)."""
         return None if self._folder is None else self._folder.path(self._folder.best)
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """Return the path of the newest automatic checkpoint that is complete."""
+        """The path of the newest automatic checkpoint that is complete."""
         return None if self._folder is None else self._folder.path(self._folder.latest)
 
     @property
     def resumed_from(self) -> str | None:
-        """Return the path of the checkpoint that `resume="auto"` has loaded; None if training
-        started from the beginning."""
+        """The path of the checkpoint that `resume="auto"` has loaded; None if training started from
+        the beginning."""
         return None if self._folder is None else self._folder.path(self._loops.resumed)
 
     @exclusive
@@ -233,7 +221,7 @@ class TrainerBase(ABC):
         return handle.result
 
     def _not_finite(self) -> str:
-        """Return the name of a parameter that is not finite, if there is one and that is known."""
+        """The name of a parameter that is not finite, if there is one and that is known."""
         return ""
 
     def _call_of_train(self, engine: Engine) -> CallOfTrain:
@@ -266,17 +254,17 @@ class TrainerBase(ABC):
     ) -> Job:
         arguments = {"num_steps": num_steps, "profile": profile, "info": self._packed(info and dict(info)), **more}
         self._saves.raise_failed()
-        self._loops.begin_call(num_steps)
-        arguments["epochs"], arguments["compares"] = self._loops.epochs, self._compares
-        if self._calls.named is not None and self._loops.epochs is None:
-            self._calls.named.warn_of_plain_loop(self._engine.progress.epoch)
+        arguments |= self._loops.begin_call(num_steps)
+        arguments["compares"] = compares = self._factory.settings.compares
+        if self._loops.epochs is None:
+            self._calls.warn_of_plain_loop(self._engine.progress.epoch)
         return Job(
             Call(ReplicaBase.train, arguments),
             again="resume",
             redo=True,
             max_failures=max_retries,
-            prepare=self._loops.begin_part,
-            compare=Call(ReplicaBase.summarize) if self._compares else None,
+            prepare=partial(self._loops.begin_part, self._loops.call),
+            compare=Call(ReplicaBase.summarize) if compares else None,
         )
 
     @exclusive
@@ -330,12 +318,12 @@ class TrainerBase(ABC):
         arguments = {"num_steps": num_steps, "profile": profile, "call": call, "reduced": reduce_results}
         arguments["info"] = self._packed(info and dict(info))
         self._saves.raise_failed()
-        method = ReplicaBase.validate if kind == "validate" else ReplicaBase.test
+        method = evaluation.validate if kind == "validate" else evaluation.test
         result, each = self._calls.measure(self._engine, kind, Job(Call(method, arguments)))
         return result if reduce_results else each
 
     def _packed(self, value: Any) -> Any:
-        """Return a user's object in the form in which it is sent to the workers."""
+        """A user's object in the form in which it is sent to the workers."""
         return pack(value) if self._engine.group.elastic else value
 
     # -- functions on the workers ---------------------------------------------------------------------
@@ -370,6 +358,8 @@ class TrainerBase(ABC):
 
     def _load(self, name: str, load: Callable[[], None]) -> None:
         """Load another state, once in its place."""
+        self._loops.refuse_load(name)
+        self._saves.raise_failed()
 
         def make() -> tuple[()]:
             load()
@@ -381,13 +371,18 @@ class TrainerBase(ABC):
         """Call a function of replicas on every rank, and return its values in rank order."""
         return self._engine.run(Job(Call(method, given)))[-1].values
 
+    def _predicted(self, method: Callable[..., Any], **given: Any) -> list[Any]:
+        """Call a function that predicts: the same numbers, and others than in earlier predictions,
+        belong to its number."""
+        self._predictions += 1
+        return self._values(method, **given, number=self._predictions)
+
     def _first(self, method: Callable[..., Any], **given: Any) -> Any:
         self._saves.raise_failed()
         return self._values(method, **given)[0]
 
     def _inline_operator(self) -> Any:
-        """Return the operator that trains in this process; None if the workers are other
-        processes."""
+        """The operator that trains in this process; None if the workers are other processes."""
         if not isinstance(self._engine.group, InlineGroup):
             return None
         return self._first(apply_operator, function=lambda operator: operator)
@@ -396,25 +391,30 @@ class TrainerBase(ABC):
 
     @property
     def world_size(self) -> int:
-        """Return the current number of workers."""
+        """The current number of workers."""
         return self._engine.world_size
 
     @property
     def batch_mode(self) -> str | None:
-        """Return what becomes of the batch of all workers together when their number changes:
-        "parts", it stays what it is, because fewer workers compute the same parts; "per_worker",
-        each worker keeps its own; of TFTrainer also "global", it is divided again. None before the
-        first step."""
+        """What becomes of the batch of all workers together when their number changes: "parts", it
+        stays what it is, because fewer workers compute the same parts; "per_worker", each worker
+        keeps its own; of TFTrainer also "global", it is divided again. None before the first
+        step."""
         return self._calls.batch_mode or None
 
     @property
     def recoveries(self) -> list[Recovery]:
-        """Return every change of the group so far: worker failures, growth, preemptions."""
+        """Every change of the group so far: worker failures, growth, preemptions."""
         return self._engine.recoveries
 
     @property
+    def speed(self) -> Speed:
+        """Return what each rank needs for a batch, and for which ranks the others wait."""
+        return self._calls.speeds.now()
+
+    @property
     def history(self) -> History:
-        """Return the results of all calls of `train`, `validate` and `test` so far, as a table."""
+        """The results of all calls of `train`, `validate` and `test` so far, as a table."""
         return self._calls.history
 
     def report(self, path: str | os.PathLike[str]) -> str:
@@ -425,7 +425,7 @@ class TrainerBase(ABC):
 
     @property
     def logdir(self) -> Path:
-        """Return the folder of the callbacks. The first callback that writes creates it."""
+        """The folder of the callbacks. The first callback that writes creates it."""
         return self._calls.run.folder
 
     def __repr__(self) -> str:
@@ -437,16 +437,16 @@ class TrainerBase(ABC):
         missing ones have joined. If an error or Ctrl-C ends the call before that, the number is
         again what it was."""
         at_least("num_workers", num_workers, 1, whole=True)
-        if not self._distributed and num_workers > 1:
+        settings = self._factory.settings
+        if not settings.distributed and num_workers > 1:
             raise ConfigError(
                 "a trainer created with num_workers=1 has no process group and cannot grow: create it with num_workers=2 or "
                 "more (ElasticConfig(min_workers=1) lets it shrink to one)"
             )
-        settings = self._factory.settings
         if self._in_parts and settings.elastic.batch == "auto" and num_workers > settings.num_workers:
             raise ConfigError(
-                f"resize({num_workers}): this trainer divides a batch into num_workers={settings.num_workers} parts, and a worker without "
-                f"a part would have nothing to do: create the trainer with num_workers={num_workers}, or pass "
+                f"resize({num_workers}): this trainer divides its batch among num_workers={settings.num_workers} workers at most: create "
+                f"the trainer with num_workers={num_workers}, or pass "
                 "ElasticConfig(batch='per_worker'), with which steps grow"
             )
         self._engine.resize(num_workers)
@@ -481,71 +481,8 @@ class TrainerBase(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._calls.exited(error)
+        self._calls.exited(self._engine, error)
         if self._calls.named is not None and kind is not None and not issubclass(kind, SystemExit):
             self._stop(force=True, leave=True)
         else:
             self.shutdown(force=kind is not None)
-
-
-def described_run(trainer: type, operator_cls: Any, config: Mapping[str, Any], num_workers: int, logdir: Any) -> Run:
-    name, folder = operator_cls.__name__, folder_to_be(logdir, operator_cls.__name__)
-    return Run(trainer=trainer.__name__, name=name, num_workers=num_workers, config=config, folder=folder)
-
-
-def limits_of(timeout_s: float, elastic: ElasticConfig) -> Limits:
-    return Limits.derive(timeout_s=timeout_s, hang_timeout_s=elastic.hang_timeout_s, start_s=start_limit_s())
-
-
-def make_engine(
-    factory: OperatorReplicaFactory,
-    calls: CallRunner,
-    resources: WorkerResources,
-    elastic: ElasticConfig,
-    limits: Limits,
-    hook: Callable[[], Any] | None,
-    make_backend: Callable[..., ProcessGroupBackend],
-    sharded: ShardedState | None = None,
-    name: str | None = None,
-    orphan_s: float = ORPHAN_S,
-) -> Engine:
-    """Return the engine, which starts its workers with the first call. If there can be several,
-    connect to Ray, or start it. `make_backend` gets the driver's address as `host`."""
-    named = checked_name(name, orphan_s)
-    settings = factory.settings
-    if elastic.hot_spares and settings.threads is None:
-        raise ConfigError(
-            f"hot_spares={elastic.hot_spares} cannot replace a worker that is this process: pass num_workers=2 or more, or "
-            "use_ray=True"
-        )
-    listens = factory.operator_cls.on_preemption_notice is not OperatorBase.on_preemption_notice
-    backend: ProcessGroupBackend = SingleWorkerBackend()
-    if settings.distributed or named is not None:
-        from raysgd.workers.cluster import driver_address, ensure_cluster
-
-        ensure_cluster(resources, lasting=named is not None)
-        backend = make_backend(host=driver_address()) if settings.distributed else backend
-    group: Any = InlineGroup(backend)
-    sent: tuple[Any, Any] = factory, hook
-    if settings.threads is not None:  # of a process of its own
-        from raysgd.workers.ray_group import RayGroup
-
-        sent = pack(factory), pack(hook)  # before there is a group, which an error here would leave open
-        calls.named = None if named is None else NamedRun(new_tenure(*named), factory, calls.place)
-        tenure = None if calls.named is None else calls.named.tenure
-        group = RayGroup(backend, resources, unreachable_s=limits.unreachable_s, tenure=tenure)
-    return Engine(
-        group,
-        backend,
-        sent[0],
-        hook=sent[1],
-        notice=ReplicaBase.notice_preemption if listens else None,
-        target=settings.num_workers,
-        elastic=elastic,
-        limits=limits,
-        sharded=sharded,
-        term=0 if calls.named is None else calls.named.tenure.term,
-        on_progress=calls.on_progress,
-        on_recovery=calls.on_recovery,
-        on_wait=calls.on_wait,
-    )

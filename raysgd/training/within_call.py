@@ -68,19 +68,19 @@ class Contents:
         self._complete.set()
 
     def wait(self) -> Contents:
-        """Return when all ranks have said what they have measured."""
+        """Wait until all ranks have said what they have measured."""
         self._complete.wait()
         return self
 
     @property
     def part(self) -> Measured:
-        """Return what the ranks have measured in this part of the call."""
+        """What the ranks have measured in this part of the call."""
         found = [self._found[rank] for rank in sorted(self._found)]
         return Measured(merge_part(found), max(each.committed for each in found))
 
     @property
     def call(self) -> Measured:
-        """Return what all ranks have measured since the call began."""
+        """What all ranks have measured since the call began."""
         parts = [*map(merge_part, self._before), self.part.metrics]
         return Measured(merge_parts(parts), self.part.committed)
 
@@ -145,7 +145,7 @@ class WithinCall:
         return None
 
     def _next(self, step: int) -> int:
-        """Return after which step the ranks ask next."""
+        """The step after which the ranks ask next."""
         every, now = self._schedule.every, self._schedule.clock()
         if isinstance(every, int):
             return (step // every + 1) * every

@@ -14,14 +14,20 @@ from functools import partial
 from typing import Any
 
 from raysgd.core.connection import PIECE
+from raysgd.core.control import Control
 from raysgd.core.metrics import Measured, numbers
-from raysgd.core.progress import Control, Progress
-from raysgd.errors import described
+from raysgd.core.progress import Progress
+from raysgd.errors import ConfigError, described
 from raysgd.storage.durable import DurableFile
 
 logger = logging.getLogger("raysgd")
 
 END_BYTES = 4096  # of a file that a worker wrote, the driver compares the size and this much of its end
+NOT_RESUMABLE = (
+    "AutoCheckpoint(every=...) with batches or seconds saves within an epoch, but nothing can save the place in an iterable "
+    "without a length, or in data that the operator divides itself: pass every='epoch', or register a DataLoader of a data set "
+    "with __getitem__ and __len__, a loader with state_dict and load_state_dict, or a raysgd.data.ShardedStream"
+)
 Report = dict[str, Any]
 
 
@@ -33,7 +39,7 @@ class DraftFile:
     mark: bytes
 
     def opened(self) -> DurableFile | None:
-        """Return the file, emptied, or None if this process cannot write it."""
+        """The file, emptied, or None if this process cannot write it."""
         try:
             file = DurableFile(self.path, "r+b")
         except OSError:
@@ -69,7 +75,7 @@ class Reply:
 
 
 def checkpoint(replica: Any) -> Any:
-    """Return the complete checkpoint as bytes, on rank 0."""
+    """The complete checkpoint as bytes, on rank 0."""
     write = replica.checkpoint_writer(later=False)
     if write is None:
         return None
@@ -89,7 +95,7 @@ def reported(
 ) -> Report | None:
     """Call `write(give)`, now or in a thread, and report what it returns. It may give content to
     the driver."""
-    control: Control = replica._control
+    control: Control = replica.control
     if not later:
         return write(lambda content: control.giving(transfer).send(content))
     try:
@@ -113,6 +119,14 @@ def reported(
     return None
 
 
+def asking_in(replica: Any, source: Any, **asks: Any) -> Asking:
+    """Return what asks for checkpoints in a loop over this source. `asks` are arguments of
+    `Asking`."""
+    if not getattr(source, "resumable", True):
+        raise ConfigError(NOT_RESUMABLE)
+    return Asking(replica, **asks)
+
+
 class Asking:
     """Owns after which `step` this rank asks the driver whether to make a checkpoint. All ranks
     have then committed the same steps, and no one begins another one before it has the answer."""
@@ -129,7 +143,7 @@ class Asking:
         try:
             reply = self._reply(question)
             if reply.arguments is not None:
-                replica._share()
+                replica.share()
                 self._save(replica, **reply.arguments)
         except NoDriver as error:
             if replica.saves_together:
@@ -140,7 +154,7 @@ class Asking:
 
     def _reply(self, question: Question) -> Reply:
         try:
-            reply: Reply = self._replica._control.ask(self._transfer, question)
+            reply: Reply = self._replica.control.ask(self._transfer, question)
         except OSError as error:
             raise NoDriver(str(error)) from error
         return reply

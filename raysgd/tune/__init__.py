@@ -10,16 +10,7 @@ What users write:
 from __future__ import annotations
 
 from raysgd.train.in_trial import report
-from raysgd.train.trials import FunctionTrial, as_trainable, perform, placement
-from raysgd.tune.trials import BaseTorchTrainable, TFTrainable, torch_trainable
+from raysgd.train.trials import as_trainable
+from raysgd.tune.trials import BaseTorchTrainable, TFTrainable
 
-__all__ = [
-    "BaseTorchTrainable",
-    "FunctionTrial",
-    "TFTrainable",
-    "as_trainable",
-    "perform",
-    "placement",
-    "report",
-    "torch_trainable",
-]
+__all__ = ["BaseTorchTrainable", "TFTrainable", "as_trainable", "report"]

@@ -18,6 +18,7 @@ from typing import Any
 from ray import tune
 
 from raysgd.errors import ConfigError
+from raysgd.train.trials import make_placement
 
 CHECKPOINT = "trainer.checkpoint"
 TUNED = "tuned.json"  # the numbers in the config of the trial that saved
@@ -37,7 +38,7 @@ class BaseTorchTrainable(tune.Trainable):
 
     @abstractmethod
     def _create_trainer(self, tune_config: dict[str, Any]) -> Any:
-        """Return the trial's trainer, whose operator's config has the trial's values."""
+        """Create the trial's trainer, whose operator's config has the trial's values."""
 
     @property
     def trainer(self) -> Any:
@@ -51,14 +52,14 @@ class BaseTorchTrainable(tune.Trainable):
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         self.trainer.save(os.path.join(checkpoint_dir, CHECKPOINT))
-        Path(checkpoint_dir, TUNED).write_text(json.dumps(_numbers(self.config)), encoding="utf-8")
+        Path(checkpoint_dir, TUNED).write_text(json.dumps(_select_numbers(self.config)), encoding="utf-8")
 
     def load_checkpoint(self, checkpoint_dir: Any) -> None:
         """Load a checkpoint, which may be another trial's. Then its optimizers have that trial's
         hyperparameters: restore those that this trial's config sets."""
         file = Path(checkpoint_dir, TUNED)
         before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        now = _numbers(self.config)
+        now = _select_numbers(self.config)
         changed = {name: (before[name], now[name]) for name in before if before[name] != now.get(name, before[name])}
         chosen: list[Any] = []
         if changed:
@@ -78,7 +79,7 @@ class BaseTorchTrainable(tune.Trainable):
 def torch_trainable(
     trainer_cls: type, *, override_tune_step: Step | None = None, **arguments: Any
 ) -> type[BaseTorchTrainable]:
-    """Return a Trainable class for `trainer_cls(**arguments)`; see `TorchTrainer.as_trainable`."""
+    """Make a Trainable class for `trainer_cls(**arguments)`; see `TorchTrainer.as_trainable`."""
     if override_tune_step is not None and len(inspect.signature(override_tune_step).parameters) != 2:
         raise ConfigError(
             "override_tune_step must be a function of two arguments, (trainer, info); info['iteration'] is the step's number"
@@ -89,7 +90,7 @@ def torch_trainable(
 
         @classmethod
         def default_resource_request(cls, config: dict[str, Any]) -> Any:
-            return _bundles({**arguments, **{name: config[name] for name in RESOURCES if name in config}})
+            return _request_resources({**arguments, **{name: config[name] for name in RESOURCES if name in config}})
 
         def step(self) -> dict[str, Any]:
             if override_tune_step is None:
@@ -114,7 +115,7 @@ class TFTrainable(tune.Trainable):
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> Any:
-        return _bundles(
+        return _request_resources(
             {
                 "num_workers": config.get("num_replicas", 1),
                 "num_cpus_per_worker": config.get("num_cpus_per_worker", 1),
@@ -144,14 +145,14 @@ class TFTrainable(tune.Trainable):
         self._trainer.shutdown()
 
 
-def _numbers(config: Mapping[str, Any]) -> dict[str, float]:
+def _select_numbers(config: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in config.items() if isinstance(value, (int, float))}
 
 
 RESOURCES = ("num_workers", "num_cpus_per_worker", "use_gpu", "use_local", "resources_per_worker")
 
 
-def _bundles(arguments: Mapping[str, Any]) -> Any:
+def _request_resources(arguments: Mapping[str, Any]) -> Any:
     """Return a trial's placement group: one CPU for the trial itself, and a bundle for each worker.
     With `use_local`, the trial asks for no CPU, because in RaySGD it was one of the workers."""
     use_gpu = arguments.get("use_gpu", "auto")
@@ -164,9 +165,8 @@ def _bundles(arguments: Mapping[str, Any]) -> Any:
         "GPU": int(use_gpu),
         **(arguments.get("resources_per_worker") or {}),
     }
-    worker = {name: amount for name, amount in worker.items() if amount}
     count = arguments.get("num_workers", 1)
     inline = count == 1 and not arguments.get("use_ray")
     own = {} if arguments.get("use_local") else {"CPU": 1.0}
     bundles = [{"CPU": 1.0, **worker}] if inline else [own, *[worker] * count]
-    return tune.PlacementGroupFactory(bundles, strategy="PACK")
+    return make_placement(bundles)

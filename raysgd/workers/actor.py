@@ -35,7 +35,7 @@ KEPT_BYTES, GROWTH_BYTES, LARGEST_KEPT_BYTES = 256 << 20, 16 << 20, 32 << 20
 # The driver makes Ray end a worker that it dismissed, which takes milliseconds, unless Ray is no longer running.
 LEAVE_S = 3.0
 WITNESS_S = 1.0
-GPU_BROKEN = 79
+DRIVER_GONE, GPU_BROKEN = 78, 79
 PEERS_LEAVE_S = 1.0
 
 
@@ -55,7 +55,8 @@ class WorkerActor:
         self._worker, self._tenure = worker, tenure
         self._term, orphan_s = (0, 0.0) if tenure is None else (tenure.term, tenure.orphan_s)
         try:
-            self._client = ControlClient(address, worker, node, backend.abort, _leave, orphan_s=orphan_s, gpus=gpus)
+            ways = backend.abort, _leave, _end_orphan
+            self._client = ControlClient(address, worker, node, *ways, orphan_s=orphan_s, gpus=gpus)
         except OSError:
             if tenure is not None:
                 self._driver_ended()
@@ -69,7 +70,6 @@ class WorkerActor:
         _use_the_assigned_threads()
         _keep_freed_memory()
         _share_temporary_folder()
-        self._client.on_end = _remove_temporary_folder
         _end_forks_with_this_process()
 
     def install(self, code: UserCode) -> None:
@@ -98,12 +98,12 @@ class WorkerActor:
 
     def serve(self, term: int = 0) -> None:
         """Perform calls from the control connection, until it ends."""
-        watch, calls = self._client.watch, self._client.calls
-        while term == self._term and not watch.has_ended and isinstance(message := calls.get(), PerformCall):
-            if watch.has_ended:
+        driver = self._client.driver
+        while term == self._term and not driver.has_ended and isinstance(message := driver.calls.get(), PerformCall):
+            if driver.has_ended:
                 return  # no driver would get the answer
             outcome = self._perform(message)
-            if not watch.has_ended:
+            if not driver.has_ended:
                 lost = self._host.moved(partial(self._client.answer, message.call, outcome))
                 if lost is not None:  # a large answer, on a connection of its own
                     self._client.answer(message.call, lost)
@@ -222,5 +222,11 @@ def _end_forks_with_this_process() -> None:
 
 def _leave() -> None:
     """End this process if Ray does not: the driver no longer needs it, and cannot reach it."""
+    _remove_temporary_folder()
     time.sleep(LEAVE_S)
     os._exit(0)
+
+
+def _end_orphan() -> None:
+    _remove_temporary_folder()
+    os._exit(DRIVER_GONE)  # the main thread may be stuck in a collective

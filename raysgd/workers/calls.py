@@ -49,8 +49,8 @@ def has_large(arguments: Mapping[str, Any]) -> bool:
 
 
 def in_parts(value: Any, dumps: Callable[..., bytes]) -> tuple[bytes, list[memoryview]]:
-    """Return a value pickled, and what is large of it: the data of each `Blob`, which is not
-    copied, and before them the rest, if that is large, too."""
+    """Pickle a value, with what is large of it apart: the data of each `Blob`, which is not copied,
+    and before them the rest, if that is large, too."""
     large: list[memoryview] = []
 
     def stays(buffer: pickle.PickleBuffer) -> bool:
@@ -64,13 +64,13 @@ def in_parts(value: Any, dumps: Callable[..., bytes]) -> tuple[bytes, list[memor
 
 
 def from_parts(packed: bytes, large: Sequence[Any]) -> Any:
-    """Return the value that `in_parts` has pickled."""
+    """Restore the value that `in_parts` has pickled."""
     first, *buffers = [packed, *large] if packed else large
     return pickle.loads(first, buffers=buffers)
 
 
 def packed_outcome(outcome: Outcome) -> tuple[bytes, list[memoryview]]:
-    """Return an outcome in parts. cloudpickle, which takes longer, also pickles the user's
+    """Pickle an outcome in parts. cloudpickle, which takes longer, also pickles the user's
     errors."""
     if isinstance(outcome, Ok | Interrupted) and isinstance(outcome.value, Blob | None):
         return in_parts(outcome, pickle.dumps)
@@ -80,7 +80,7 @@ def packed_outcome(outcome: Outcome) -> tuple[bytes, list[memoryview]]:
 
 
 def opened(event: Event) -> Event:
-    """Return the end of the call that a `CallAnswer` reports, and other events as they are."""
+    """The end of the call that a `CallAnswer` reports, and other events as they are."""
     if not (isinstance(event, MessageReceived) and isinstance(event.message, CallAnswer)):
         return event
     answer, body = event.message, memoryview(event.body)
@@ -93,7 +93,7 @@ def opened(event: Event) -> Event:
 
 
 def with_value(outcome: Outcome) -> Outcome:
-    """Return the outcome with its value unpickled, or the error if that fails."""
+    """The outcome with its value unpickled, or the error if that fails."""
     if not (isinstance(outcome, (Ok, Interrupted)) and isinstance(outcome.value, PickledObject)):
         return outcome
     try:

@@ -134,7 +134,7 @@ def _connect(gpus: float, *, lasting: bool) -> None:
 
 
 def _existing() -> tuple[str, bool]:
-    """Return the address of the cluster that RAY_ADDRESS names or that runs on this machine, and
+    """Find the address of the cluster that RAY_ADDRESS names or that runs on this machine, and
     whether it was found there. "local" if there is none."""
     given = _given_address()
     found = _running_here() if given in ("", "auto") else "local"
@@ -142,7 +142,7 @@ def _existing() -> tuple[str, bool]:
 
 
 def gpus_for_workers(*, join: bool) -> float | None:
-    """Return how many GPUs the cluster has in which workers will run, or, in a trial of Tune, its
+    """Count the GPUs of the cluster in which workers will run, or, in a trial of Tune, of its
     placement group. `join` says whether to join the cluster that RAY_ADDRESS names or that runs
     here. None: this process is connected to none, and one may be started on this machine."""
     connected = "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
@@ -181,8 +181,8 @@ def _join_lasting(*, start: bool) -> str:
 
 
 def forking_environment() -> dict[str, Any]:
-    """Return the runtime environment with which Ray forks workers on a cluster of the user, or {}.
-    The fork server ends with this process or with the cluster."""
+    """The runtime environment with which Ray forks workers on a cluster of the user, or {}. The
+    fork server ends with this process or with the cluster."""
     import ray
 
     session = require_ray()
@@ -193,8 +193,8 @@ def forking_environment() -> dict[str, Any]:
 
 
 def _can_fork() -> bool:
-    """Return whether this process may start a fork server: on several machines, each would need
-    one, and an actor, such as a trial of Tune, rarely starts enough workers."""
+    """Whether this process may start a fork server: on several machines, each would need one, and
+    an actor, such as a trial of Tune, rarely starts enough workers."""
     import ray
 
     here = ray.get_runtime_context()
@@ -246,7 +246,7 @@ def _not_joined(address: str, found: bool, why: str) -> str:
 
 
 def _given_address() -> str:
-    """Return RAY_ADDRESS. Raise an error if it is wrong: Ray's own are less clear, or come late."""
+    """Read RAY_ADDRESS. Raise an error if it is wrong: Ray's own are less clear, or come late."""
     text = os.environ.get("RAY_ADDRESS", "").strip()
     if text.startswith("ray://"):
         raise ConfigError(
@@ -262,8 +262,8 @@ def _given_address() -> str:
 
 
 def _running_here() -> str:
-    """Return the address of the cluster that this machine belongs to, or "local". After a crash,
-    its address is still stored, and joining would take minutes to fail, so probe it first."""
+    """Find the address of the cluster that this machine belongs to, or "local". After a crash, its
+    address is still stored, and joining would take minutes to fail, so probe it first."""
     address = foreign.address_of_this_machine()
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
@@ -276,7 +276,7 @@ def _running_here() -> str:
 
 
 def driver_address() -> str:
-    """Return the address under which other nodes reach this process's machine."""
+    """The address under which other nodes reach this process's machine."""
     import ray
 
     return str(ray.util.get_node_ip_address())
@@ -293,15 +293,15 @@ def end_actor(handle: Any) -> None:
 
 
 def alive_nodes() -> dict[str, Mapping[str, float]]:
-    """Return the total resources of every node that is alive, by node id."""
+    """The total resources of every node that is alive, by node id."""
     import ray
 
     return {node["NodeID"]: node["Resources"] for node in ask(ray.nodes) if node["Alive"]}
 
 
 def is_node_alive(node: str) -> bool:
-    """Return whether the node's manager accepts connections: Ray reports its failure seconds later.
-    True also if Ray does not answer, because then nothing is known."""
+    """Whether the node's manager accepts connections: Ray reports its failure seconds later. True
+    also if Ray does not answer, because then nothing is known."""
     import ray
 
     try:
@@ -320,14 +320,14 @@ def is_node_alive(node: str) -> bool:
 
 
 def free_by_node() -> dict[str, Mapping[str, float]]:
-    """Return the free resources of every node that is alive and not draining."""
+    """The free resources of every node that is alive and not draining."""
     leaving = ask(foreign.draining_nodes)
     free = ask(foreign.free_resources_by_node)
     return {node: resources for node, resources in free.items() if node not in leaving}
 
 
 def stderr_tail(pid: int) -> str:
-    """Return the end of the standard error of a Ray process on this machine, or ""."""
+    """The end of the standard error of a Ray process on this machine, or ""."""
     folder = foreign.logs_folder()
     if folder is None or not pid:
         return ""
@@ -340,7 +340,7 @@ def stderr_tail(pid: int) -> str:
 
 
 def own_bundles() -> Any:
-    """Return the placement group of this process, unless what it starts runs outside of it."""
+    """Find the placement group of this process, unless what it starts runs outside of it."""
     import ray
 
     captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
@@ -348,7 +348,7 @@ def own_bundles() -> Any:
 
 
 def placement() -> Any:
-    """Return the scheduling strategy of workers: over the nodes, or in a Tune trial's bundles."""
+    """Choose the scheduling strategy of workers: over the nodes, or in a Tune trial's bundles."""
     import ray
 
     group = own_bundles()
@@ -358,7 +358,7 @@ def placement() -> Any:
 
 
 def room_for(resources: WorkerResources) -> Room:
-    """Return for how many workers there is room. None of them spans two nodes."""
+    """For how many workers there is room. None of them spans two nodes."""
     free = list(free_by_node().values())
     needs = {name: (each, sum(node.get(name, 0.0) for node in free)) for name, each in resources.as_dict().items()}
     capacity = sum(resources.fits(total) for total in alive_nodes().values())
@@ -366,7 +366,7 @@ def room_for(resources: WorkerResources) -> Room:
 
 
 def _held(free: Mapping[str, float]) -> Mapping[str, float]:
-    """Return what this process may use: all, or the resources of its placement group."""
+    """What this process may use: all, or the resources of its placement group."""
     group = own_bundles()
     if group is None:
         return free
@@ -375,9 +375,8 @@ def _held(free: Mapping[str, float]) -> Mapping[str, float]:
 
 
 def can_grow() -> bool:
-    """Return whether nodes may be added. A cluster that this process joined may have an autoscaler,
-    which nothing announces. To its own, only the user adds nodes, who has then set a limit for
-    that."""
+    """Whether nodes may be added. A cluster that this process joined may have an autoscaler, which
+    nothing announces. To its own, only the user adds nodes, who has then set a limit for that."""
     import ray
 
     announced = any(os.environ.get(name) for name in (START_LIMIT, FUNCTION_START_LIMIT))
@@ -386,8 +385,8 @@ def can_grow() -> bool:
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T | None:
-    """Return what a call of Ray's functions returns, or None if it fails or takes longer. If Ray
-    has ended, its functions take a minute or never return."""
+    """Get what a call of Ray's functions returns, or None if it fails or takes longer. If Ray has
+    ended, its functions take a minute or never return."""
     try:
         return GcsQuery(call).result(limit_s)
     except Exception as error:
@@ -418,7 +417,7 @@ class Runner:
 
 
 def actors_on_nodes() -> dict[str, Any]:
-    """Return an actor, which reserves no CPU, on each node that is alive, by its address."""
+    """Start an actor, which reserves no CPU, on each node that is alive; the keys are addresses."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import numbers
 import os
-import queue
 import selectors
 import signal
 import socket
@@ -18,42 +16,42 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core import messages
 from raysgd.core.connection import SEND_S, Connection, ControlAddress, connect
-from raysgd.core.hang import place_of
-from raysgd.core.lease import LEASE_S, DriverWatch
-from raysgd.core.metrics import SKIPPED, Measured
+from raysgd.core.control import Control
+from raysgd.core.lease import LEASE_S
+from raysgd.core.metrics import Measured, briefly
 from raysgd.core.outcomes import Outcome
-from raysgd.core.progress import Control, Progress
+from raysgd.core.progress import Progress
 from raysgd.environment import CONTROL_PORT
 from raysgd.workers.calls import packed_outcome
+from raysgd.workers.orphan import DriverContact
 from raysgd.workers.transfer import Giving, ask, take
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-DRIVER_GONE = 78
 CANNOT_CONNECT = "cannot connect to the script's machine"
 DEEPEST = 100  # frames of a stack, of which an import alone can have dozens
 
 LOOK_S = 0.5
 BULK_S = 600.0  # for the driver to take any few MB of a large message: it may be suspended for a while
 
-# Limits on the metrics in a progress message: characters of one text, of all metrics, bits of one integer.
-LONGEST_TEXT, LONGEST_BRIEF, LARGEST_INT_BITS = 200, 64_000, 64
-
 
 class ControlClient:
     """Owns the worker's control connection, the thread that reads it, the `Control` of the training
-    thread, and a bulk connection once it is needed. Knows how to abort a collective."""
+    thread, and a bulk connection once it is needed.
 
-    waited_on: socket.socket | None = None  # by the main thread, for the driver
+    abort      ends a collective call, and leaves the process group
+    dismissed  ends the process, which the driver needs no longer
+    orphaned   ends the process, to which no other driver has come
+    """
+
+    driver: DriverContact
 
     def __init__(
         self,
@@ -62,24 +60,22 @@ class ControlClient:
         node: str,
         abort: Callable[[], None],
         dismissed: Callable[[], None] = lambda: None,
+        orphaned: Callable[[], None] = lambda: None,
         *,
         orphan_s: float = 0.0,
         gpus: Sequence[str] = (),
     ) -> None:
         self._worker, self._node, self._orphan_s, self._gpus = worker, node, orphan_s, tuple(gpus)
-        self._abort, self._dismissed = abort, dismissed
+        self._abort, self._dismissed, self._orphaned = abort, dismissed, orphaned
         self._send_lock, self._call_lock = threading.Lock(), threading.Lock()
         self._bulk: Connection | None = None
         self._bulk_lock = threading.Lock()
         os.register_at_fork(after_in_child=self._forget_connections)
         self.control = Control(self._publish)
-        self.control.outlives_driver = bool(orphan_s)
         self.control.upload, self.control.deliver = self.upload, self.deliver
-        self.on_end: Callable[[], None] = lambda: None
         self.holds_state: Callable[[], bool] = lambda: False
         self.on_driver_ended: Callable[[], None] = lambda: None
         self.generation = -1
-        self._main = threading.main_thread().ident or 0
         self._open, self._forked = True, False
         self.connect(address)
 
@@ -94,16 +90,18 @@ class ControlClient:
         with self._send_lock, self._bulk_lock:
             before, bulk, self._bulk = getattr(self, "_connection", None), self._bulk, None
             self._address, self._connection, self._writable = address, connection, writable
-            self.watch, self.call = DriverWatch(self._orphan_s, time.monotonic()), -1
-            # What the driver asks the main thread to do.
-            self.calls: queue.SimpleQueue[messages.PerformCall | None] = queue.SimpleQueue()  # None: wait for no more
-        self.control.giving = partial(Giving, address, self._worker, waiting=self._waiting)
-        self.control.take = partial(take, address, self._worker, waiting=self._waiting)
-        self.control.ask = partial(ask, address, self._worker, waiting=self._waiting)
+            if before is not None:
+                self.driver.is_over = True
+            ways = {"stop": self.control.interrupt, "leave": self._abort, "end": self._orphaned}
+            self.driver = DriverContact(self._orphan_s, time.monotonic(), **ways)
+            self.call = -1
+        self.control.giving = partial(Giving, address, self._worker, waiting=self.driver.waiting)
+        self.control.take = partial(take, address, self._worker, waiting=self.driver.waiting)
+        self.control.ask = partial(ask, address, self._worker, waiting=self.driver.waiting)
         for each in (before, bulk):
             if each is not None:
                 each.close()
-        listening = connection, self.watch, self.calls
+        listening = connection, self.driver
         threading.Thread(target=self._listen, args=listening, name="raysgd-control", daemon=True).start()
         if self.control.notice:
             self.notice()
@@ -131,7 +129,7 @@ class ControlClient:
 
     def upload(self, message: messages.SnapshotUpload, *body: bytes | memoryview) -> None:
         """Send a snapshot over the bulk connection, so that stop requests never wait behind it."""
-        self._deliver(replace(message, partial=_briefly(message.partial)), *body)
+        self._deliver(replace(message, partial=briefly(message.partial)), *body)
 
     def deliver(self, message: messages.FunctionReport | messages.StartDealer, body: bytes) -> None:
         """Send a message that must not be lost with this process. Return when the driver has
@@ -145,9 +143,9 @@ class ControlClient:
             bulk.close()
             bulk = None
         if bulk is None:
-            bulk = connect(self._address, messages.Open(self._worker), waiting=self._waiting)
+            bulk = connect(self._address, messages.Open(self._worker), waiting=self.driver.waiting)
         try:
-            with self._waiting(bulk.socket):
+            with self.driver.waiting(bulk.socket):
                 bulk.socket.settimeout(BULK_S)
                 bulk.send(message, *body)
                 if isinstance(message, messages.FunctionReport) and not self._is_answered(bulk.socket):
@@ -161,22 +159,6 @@ class ControlClient:
             bulk, self._bulk = self._bulk, bulk
         if bulk is not None:
             bulk.close()
-
-    @contextlib.contextmanager
-    def _waiting(self, connection: socket.socket) -> Iterator[None]:
-        """Return a context in which a connection of the main thread ends when the driver does not
-        answer, as that thread is what another driver needs. A save in the background, on a thread
-        of its own, may still get an answer."""
-        if threading.get_ident() != self._main:
-            yield
-            return
-        self.waited_on = connection  # first, because `look` sets `since` first
-        try:
-            if self.watch.since is not None:
-                raise TimeoutError("the driver has ended, or does not answer")
-            yield
-        finally:
-            self.waited_on = None
 
     def _is_answered(self, bulk: socket.socket) -> bool:
         """Wait for the driver's answer to a report. Return False if the generation ends first."""
@@ -198,7 +180,7 @@ class ControlClient:
         """Send progress, unless the driver does not read at the moment: training must not wait for
         it, and a later message will replace this one."""
         if self._writable.select(0):
-            self._send(messages.ProgressReport(self.call, progress, _briefly(partial)))
+            self._send(messages.ProgressReport(self.call, progress, briefly(partial)))
 
     def _send(self, message: messages.Message) -> None:
         if self._forked:
@@ -210,12 +192,12 @@ class ControlClient:
             with contextlib.suppress(OSError):  # the control thread notices the end of it
                 self._connection.socket.shutdown(socket.SHUT_RDWR)
 
-    def _listen(self, connection: Connection, watch: DriverWatch, calls: queue.SimpleQueue[Any]) -> None:
+    def _listen(self, connection: Connection, driver: DriverContact) -> None:
         incoming = selectors.DefaultSelector()
         incoming.register(connection.socket, selectors.EVENT_READ)
-        while self._open and self.watch is watch:
-            self.look(watch)
-            if watch.has_ended:
+        while self._open and not driver.is_over:
+            driver.look(time.monotonic(), holds_state=self.holds_state())
+            if driver.has_ended:
                 time.sleep(LOOK_S)
                 continue
             if not incoming.select(HEARTBEAT_S):
@@ -225,12 +207,11 @@ class ControlClient:
                 message, _ = connection.receive()
             except Exception as error:
                 logger.info("the control connection to the driver has ended: %s", error)
-                if self._open and self.watch is watch:
+                if self._open and not driver.is_over:
                     self.on_driver_ended()
-                watch.has_ended = True
-                calls.put(None)  # also if it has ended the wait when the driver did not answer
+                driver.lost()
                 continue
-            watch.heard(time.monotonic())
+            driver.heard(time.monotonic())
             try:
                 self._handle(message)
             except Exception:  # without this thread, the driver would treat the process as stopped
@@ -238,7 +219,7 @@ class ControlClient:
 
     def _handle(self, message: messages.Message) -> None:
         if isinstance(message, messages.PerformCall):
-            self.calls.put(message)
+            self.driver.calls.put(message)
         elif isinstance(message, messages.Interrupt):
             if message.generation >= self.generation:
                 self.control.interrupt()
@@ -252,48 +233,22 @@ class ControlClient:
         elif isinstance(message, messages.ConfirmBoundary):
             self.control.confirm()
         elif isinstance(message, messages.StackRequest):
-            frames = tuple(self._stack())
-            control = self.control
-            place = place_of(frames, control.collectives(), control.begun_after, control.called())
-            self._send(messages.StackReport(message.round, frames, control.phase, control.batch, place))
+            frames, control = tuple(self._stack()), self.control
+            self._send(messages.StackReport(message.round, frames, control.phase, control.batch, control.place(frames)))
         elif isinstance(message, messages.KillProcess):
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.kill(message.pid, signal.SIGKILL)
         elif isinstance(message, messages.Bye):
             self._open = False
-            self.on_end()
             self._dismissed()
 
     def _stack(self) -> list[str]:
-        frame = sys._current_frames().get(self._main)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
         return [f"{f.filename}:{f.lineno} {f.name}" for f in reversed(traceback.extract_stack(frame))][:DEEPEST]
-
-    def look(self, watch: DriverWatch) -> None:
-        """Do what is due for a worker whose driver has ended, or does not answer."""
-        due = watch.look(self._clock(), holds_state=self.holds_state())
-        if self.watch is not watch:
-            return
-        if due == "stop":
-            self.control.interrupt()
-            if (connection := self.waited_on) is not None:
-                with contextlib.suppress(OSError):  # it has ended
-                    connection.shutdown(socket.SHUT_RDWR)
-            self.calls.put(None)
-        elif due == "leave":
-            self._abort()
-        elif due == "end":
-            self._end()
-
-    def _clock(self) -> float:
-        return time.monotonic()
-
-    def _end(self) -> None:
-        self.on_end()
-        os._exit(DRIVER_GONE)  # the main thread may be stuck in a collective
 
 
 def _connected(address: ControlAddress, hello: messages.Hello, answer_s: float) -> Connection:
-    """Return the control connection. An error says which machine cannot be reached."""
+    """Open the control connection. An error says which machine cannot be reached."""
     try:
         return connect(address, hello, answer_s=answer_s)
     except ConnectionAbortedError:  # the driver was reached
@@ -306,7 +261,7 @@ def _connected(address: ControlAddress, hello: messages.Hello, answer_s: float) 
 
 
 def _is_idle(connection: socket.socket) -> bool:
-    """Return whether a connection on which nothing is expected is still open."""
+    """Whether a connection on which nothing is expected is still open."""
     connection.setblocking(False)
     try:
         connection.recv(1, socket.MSG_PEEK)
@@ -315,39 +270,3 @@ def _is_idle(connection: socket.socket) -> bool:
     except OSError as error:
         logger.debug("the bulk connection is opened again: %s", error)
     return False
-
-
-def _briefly(measured: Measured | None) -> Measured | None:
-    return None if measured is None else replace(measured, metrics=brief(measured.metrics))
-
-
-def brief(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a result that progress messages contain: its counts, and numbers and short
-    strings, 64,000 characters at most.
-
-    Everything else (long strings, tables, more metrics than that) reaches the driver with the
-    call's result.
-    """
-    kept: dict[str, Any] = {}
-    size = 0
-    for name in dict.fromkeys(("epoch", BATCH_COUNT, NUM_SAMPLES, SKIPPED, *result)):
-        value = _plain(result.get(name))
-        if value is not None and isinstance(name, str) and len(name) <= LONGEST_TEXT:
-            size += len(name) + len(repr(value))
-            if size > LONGEST_BRIEF:
-                break
-            kept[name] = value
-    return {str.__str__(name): kept[name] for name in result if name in kept}
-
-
-def _plain(value: Any) -> Any:
-    """Return a number or a short string as Python's own, which needs no import, or None."""
-    if type(value).__module__ == "numpy" and isinstance(value, numbers.Real):
-        value = value.item()  # type: ignore[attr-defined]
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        return int(value) if value.bit_length() <= LARGEST_INT_BITS else None
-    if isinstance(value, float):
-        return float(value)
-    return str.__str__(value) if isinstance(value, str) and len(value) <= LONGEST_TEXT else None

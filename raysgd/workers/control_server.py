@@ -122,11 +122,10 @@ class ControlServer:
             self._loop.call_soon_threadsafe(self._send_all)
 
     def is_connected(self, worker: str) -> bool:
-        """Return whether this worker has a control connection."""
         return worker in self._workers
 
     def silent_for(self, worker: str) -> float:
-        """Return the seconds since the worker last sent anything (it does so every second)."""
+        """The seconds since the worker last sent anything (it does so every second)."""
         peer = self._workers.get(worker)
         return 0.0 if peer is None else time.monotonic() - peer.heard_at
 
@@ -137,7 +136,7 @@ class ControlServer:
             self._post(peer, messages.Bye())
 
     def expect_transfer(self, serve: Serve) -> str:
-        """Return the name of a new transfer. `serve` gets each of its connections in a thread."""
+        """Name a new transfer. `serve` gets each of its connections in a thread."""
         name = str(next(self._names))
         self._expected[name] = serve
         return name
@@ -271,8 +270,8 @@ class ControlServer:
         return first
 
     async def _exactly(self, peer: _Peer, size: int) -> bytes:
-        """Return the next `size` bytes. (asyncio's StreamReader would read ahead: past the proof,
-        and into what follows the first message of a connection that is handed over.)"""
+        """Read the next `size` bytes. (asyncio's StreamReader would read ahead: past the proof, and
+        into what follows the first message of a connection that is handed over.)"""
         data = bytearray()
         while len(data) < size:
             try:
@@ -365,7 +364,7 @@ class ControlServer:
                 acknowledge()
 
     def noting(self, worker: str) -> Callable[..., None]:
-        """Return what reports now and then that a part of a message has arrived."""
+        """Make a function that reports now and then that a part of a message has arrived."""
         noted = time.monotonic()
 
         def note(complete: int = 0) -> None:

@@ -39,22 +39,22 @@ PROBED = re.compile(
 
 
 def address_of_this_machine() -> str:
-    """Return the address of the cluster that was last started here, which may have ended, or ""."""
+    """The address of the cluster that was last started here, which may have ended, or ""."""
     from ray._private.utils import read_ray_address
 
     return str(read_ray_address() or "")
 
 
 def clusters_here() -> list[str]:
-    """Return the addresses of all clusters that have processes on this machine."""
+    """Find the addresses of all clusters that have processes on this machine."""
     from ray._private import services
 
     return sorted(services.find_gcs_addresses())
 
 
 def probe_gcs(address: str, limit_s: float) -> str:
-    """Return "ok" if a GCS answers there, "token" if it refuses this process's token, "no node" if
-    none of its nodes is on this machine, and otherwise what happened."""
+    """Ask a GCS: "ok" if one answers there, "token" if it refuses this process's token, "no node"
+    if none of its nodes is on this machine, and otherwise what happened."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             [sys.executable, "-c", PROBE, address], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
@@ -161,7 +161,7 @@ def hide_deaths_of(node: str, pid: int, for_s: float = math.inf) -> None:
 
 
 def free_resources_by_node() -> dict[str, dict[str, float]]:
-    """Return the free resources of every node, by node id. This waits for the GCS: see `gcs`."""
+    """The free resources of every node, by node id. This waits for the GCS: see `gcs`."""
     from ray._private.state import available_resources_per_node
 
     free: dict[str, dict[str, float]] = available_resources_per_node()
@@ -169,7 +169,7 @@ def free_resources_by_node() -> dict[str, dict[str, float]]:
 
 
 def gpus_here() -> int:
-    """Return how many GPUs a cluster that is started on this machine will have."""
+    """How many GPUs a cluster that is started on this machine will have."""
     from ray._private.accelerators import get_accelerator_manager_for_resource
 
     manager: Any = get_accelerator_manager_for_resource("GPU")
@@ -179,14 +179,14 @@ def gpus_here() -> int:
 
 
 def started_here() -> bool:
-    """Return whether this process started the cluster, and did not join an existing one."""
+    """Whether this process started the cluster, and did not join an existing one."""
     from ray._private.worker import _global_node
 
     return _global_node is not None and bool(_global_node.is_head())
 
 
 def other_scripts() -> int:
-    """Return how many other drivers are connected to this one's cluster. This waits for the GCS."""
+    """How many other drivers are connected to this one's cluster. This waits for the GCS."""
     import ray
     from ray._private.state import jobs
 
@@ -195,21 +195,21 @@ def other_scripts() -> int:
 
 
 def is_exit_of_actor(error: BaseException) -> bool:
-    """Return whether `ray.actor.exit_actor()` raised this error, which ends the actor's process.
+    """Whether `ray.actor.exit_actor()` raised this error, which ends the actor's process.
     `sys.exit()` raises the same type, without Ray's message."""
     return isinstance(error, SystemExit) and hasattr(error, "ray_terminate_msg")
 
 
 def logs_folder() -> Path | None:
-    """Return the folder of this machine's workers' output, or None if this process has no Ray."""
+    """The folder of this machine's workers' output, or None if this process has no Ray."""
     from ray._private.worker import _global_node
 
     return None if _global_node is None else Path(_global_node.get_logs_dir_path())
 
 
 def draining_nodes() -> dict[str, float | None]:
-    """Return the nodes that will be removed soon, and when, as `time.time()` counts (None:
-    unknown). This waits for the GCS: see `gcs`."""
+    """The nodes that will be removed soon, and when, as `time.time()` counts (None: unknown). This
+    waits for the GCS: see `gcs`."""
     import ray
 
     ask = getattr(ray._private.state.state, "get_draining_nodes", dict)
@@ -226,5 +226,5 @@ def replace_report_to_tune(report: Callable[..., None]) -> Callable[..., None]:
 
 
 def split_coordinator(iterator: Any) -> Any:
-    """Return the actor that divides a dataset for an iterator of `streaming_split`, or None."""
+    """The actor that divides a dataset for an iterator of `streaming_split`, or None."""
     return getattr(iterator, "_coord_actor", None)

@@ -145,7 +145,7 @@ def _start(folder: Path, python: str, modules: Sequence[str]) -> str:
 
 
 def command_to_fork(launcher: str, ray: str) -> str:
-    """Return the command that Ray, in the folder `ray`, runs instead of an interpreter."""
+    """The command that Ray, in the folder `ray`, runs instead of an interpreter."""
     return shlex.join(["/bin/sh", "-c", FORK_OR_START, launcher, ray])
 
 
@@ -195,8 +195,8 @@ def _with_requests(clients: selectors.BaseSelector, server: socket.socket) -> It
 def worker_paths(
     script: str, environment: Mapping[str, str], own: Sequence[str], own_environment: Mapping[str, str]
 ) -> list[str]:
-    """Return what an interpreter would have as `sys.path` for this script. The first of the
-    server's own is the parent of raysgd, which can be among the others as well."""
+    """Find what an interpreter would have as `sys.path` for this script. The first of the server's
+    own is the parent of raysgd, which can be among the others as well."""
     theirs, inherited = (each.get("PYTHONPATH", "").split(os.pathsep) for each in (environment, own_environment))
     installed = [path for path in own[1:] if path not in inherited]
     return [os.path.dirname(script), *filter(None, theirs), *installed]
@@ -229,8 +229,8 @@ def _become(connection: socket.socket, length: int, descriptors: list[int]) -> N
 
 
 def _received(connection: socket.socket, length: int) -> bytes:
-    """Return the rest of a request. End this process if the script ends or is stopped before it has
-    sent everything; if the script continues, it starts an interpreter."""
+    """Receive the rest of a request. End this process if the script ends or is stopped before it
+    has sent everything; if the script continues, it starts an interpreter."""
     connection.settimeout(SILENT_S)
     try:
         with connection.makefile("rb") as stream:

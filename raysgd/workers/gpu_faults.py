@@ -35,8 +35,8 @@ FREED_WITHIN_S, LOOK_S = 5.0, 0.25
 
 
 def fault_in(error: BaseException) -> GpuFault | None:
-    """Return the fault of the GPU that an error shows, or None for any other error. The GPU is
-    asked once more: only an error that stays is a fault."""
+    """Find the fault of the GPU that an error shows, or None for any other error. The GPU is asked
+    once more: only an error that stays is a fault."""
     texts = [text_of(each) for each in causes_of(error) if isinstance(each, RuntimeError)]
     if not any(map(_is_of_cuda, texts)):
         return None
@@ -51,8 +51,8 @@ def _is_of_cuda(text: str) -> bool:
 
 
 def probe() -> BaseException | None:
-    """Return the error that the GPU raises now, or None. This does not wait for its kernels: one
-    can be a collective call in which the other ranks are not."""
+    """Ask the GPU for the error that it raises now, or None. This does not wait for its kernels:
+    one can be a collective call in which the other ranks are not."""
     try:
         _torch().cuda.current_stream().query()
     except Exception as error:
@@ -61,7 +61,7 @@ def probe() -> BaseException | None:
 
 
 def gpu_uuid() -> str:
-    """Return the UUID of this process's GPU as nvidia-smi shows it, or ""."""
+    """The UUID of this process's GPU as nvidia-smi shows it, or ""."""
     try:
         cuda = _torch().cuda
         return f"GPU-{cuda.get_device_properties(cuda.current_device()).uuid}"
@@ -71,7 +71,7 @@ def gpu_uuid() -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether torch, or CUDA itself, has found too little memory on the GPU."""
+    """Whether torch, or CUDA itself, has found too little memory on the GPU."""
     torch = _torch()
     if torch is None or not isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
         return False
@@ -94,7 +94,7 @@ def gets_memory() -> bool:
 
 
 def free_memory() -> int:
-    """Return how many bytes of the GPU no process has, 0 if there are too few to ask it."""
+    """How many bytes of the GPU no process has, 0 if there are too few to ask it."""
     try:
         return int(_torch().cuda.mem_get_info()[0])
     except Exception as error:

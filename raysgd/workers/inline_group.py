@@ -10,9 +10,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from raysgd.core.control import Control
 from raysgd.core.messages import FunctionReport, Message, ProgressReport, StartDealer
 from raysgd.core.metrics import Measured
-from raysgd.core.progress import Control, Progress
+from raysgd.core.progress import Progress
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.ray_data.reader import RowReader, local_row_reader
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerStarted

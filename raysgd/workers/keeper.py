@@ -36,7 +36,7 @@ def worker_name(name: str, worker: str) -> str:
 
 
 def boot_time() -> float:
-    """Return a time that also passes while this machine is suspended."""
+    """A time that also passes while this machine is suspended."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
@@ -56,7 +56,7 @@ class KeeperActor:
         return list(self._lease.workers)
 
     def waits_s(self) -> float:
-        """Return for how long the workers wait for a script; 0 if it runs."""
+        """For how long the workers wait for a script; 0 if it runs."""
         left = self._lease.until - boot_time()
         return 0.0 if left > 0 else max(left + self._orphan_s, 0.1)
 
@@ -85,7 +85,7 @@ class Tenure:
         threading.Thread(target=self._renew_often, name="raysgd-lease", daemon=True).start()
 
     def _make_keeper(self) -> Any:
-        """Return the trainer's keeper. If there is none, it begins with what this driver knows."""
+        """Find or make the trainer's keeper. A new one begins with what this driver knows."""
         import ray
 
         workers = [*self._taken, *self._launched]
@@ -167,7 +167,7 @@ class Tenure:
         return self._superseded
 
     def options(self, worker: str) -> dict[str, Any]:
-        """Return the options of the actor that is this worker."""
+        """The options of the actor that is this worker."""
         self._launched.append(worker)
         return {"name": worker_name(self.name, worker), "namespace": NAMESPACE, "lifetime": "detached"}
 
@@ -194,7 +194,7 @@ class Tenure:
             raise self._lost("another script, or `raysgd end`, has taken them over")
 
     def left_workers(self) -> dict[str, Any]:
-        """Return the handles of the workers that are left and have not ended, by their names. End
+        """Find the handles of the workers that are left and have not ended, by their names. End
         those that were still starting."""
         import ray
 
@@ -244,8 +244,8 @@ def end_trainer(name: str) -> int:
 
 
 def trainers() -> dict[str, float]:
-    """Return for how many seconds the workers of each trainer with a name still wait for its
-    script; 0 if that runs."""
+    """For how many seconds the workers of each trainer with a name still wait for its script; 0 if
+    that runs."""
     import ray
 
     found: dict[str, float] = {}
@@ -277,7 +277,7 @@ class WorkerTenure:
         return ray.get_actor(keeper_name(self.name), namespace=NAMESPACE)
 
     def enlist(self, worker: str) -> bool:
-        """Return whether the driver that has launched this worker is still the driver."""
+        """Whether the driver that has launched this worker is still the driver."""
         import ray
 
         return bool(ray.get(self._keeper().perform.remote("enlist", self.term, worker), timeout=ANSWER_S))

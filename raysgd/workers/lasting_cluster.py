@@ -33,7 +33,7 @@ HOST = "import sys; sys.path[0] = sys.argv[1]; from raysgd.workers.lasting_clust
 
 @contextlib.contextmanager
 def locked() -> Iterator[Path]:
-    """Return the folder, while no other process of this user connects, or starts or ends a host.
+    """The folder, while no other process of this user connects, or starts or ends a host.
     Afterwards it is removed, unless it has an address."""
     place, descriptor = private_place("cluster"), -1
     while descriptor < 0:
@@ -48,7 +48,7 @@ def locked() -> Iterator[Path]:
 
 
 def address() -> str:
-    """Return the address of the cluster, or "" if its host does not run."""
+    """Find the address of the cluster, or "" if its host does not run."""
     with contextlib.suppress(FileNotFoundError), open(private_place("cluster") / "address", encoding="utf-8") as file:
         private_folder(private_place("cluster"))  # it exists
         try:
@@ -113,7 +113,7 @@ def _end(place: Path) -> bool:
 
 
 def _is_used() -> bool:
-    """Return whether a script is connected, or an actor outlives one."""
+    """Whether a script is connected, or an actor outlives one."""
     import ray
 
     try:

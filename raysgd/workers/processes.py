@@ -39,8 +39,8 @@ class LocalProcess:
         return self._ended
 
     def how_it_ended(self) -> str:
-        """Return how the process, which is ending, has ended: "was ended by SIGKILL" or "ended with
-        exit code 1"; "" if the system does not tell."""
+        """How the process, which is ending, has ended: "was ended by SIGKILL" or "ended with exit
+        code 1"; "" if the system does not tell."""
         if self._handle >= 0:
             self._readable(LAST_STEPS_MS)
         return self._how if self.ended else ""

@@ -17,14 +17,14 @@ RAY_SETTING, RAY_DEFAULT_S = "RAY_gcs_rpc_server_reconnect_timeout_s", 60.0
 
 
 def gcs_limit_s() -> float:
-    """Return the time limit for answers of the GCS: half of the time after which Ray ends this
-    process, so that there is time left for `save()`."""
+    """The time limit for answers of the GCS: half of the time after which Ray ends this process, so
+    that there is time left for `save()`."""
     return float(os.environ.get(RAY_SETTING, RAY_DEFAULT_S)) / 2
 
 
 def require_ray(session: str | None = None) -> str:
-    """Return the id of this process's connection to Ray. Raise `NotActiveError` if there is none,
-    or if it is not `session`, because Ray's own functions would start a new cluster then."""
+    """Find the id of this process's connection to Ray. Raise `NotActiveError` if there is none, or
+    if it is not `session`, because Ray's own functions would start a new cluster then."""
     import ray
 
     here = ray.get_runtime_context() if ray.is_initialized() else None
@@ -68,7 +68,7 @@ class GcsQuery(Generic[T]):
         return self._done.is_set()
 
     def result(self, limit_s: float) -> T:
-        """Return the answer. Raise `ClusterError` if there is none `limit_s` after the query."""
+        """Wait for the answer. Raise `ClusterError` if there is none `limit_s` after the query."""
         if not self._done.wait(max(limit_s - self.age_s, 0.0)):
             raise ClusterError(_unreachable(self.age_s))
         if self._error is None:

@@ -24,13 +24,13 @@ from raysgd.core.policy import OUT_OF_STEP, UNREACHABLE
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.environment import flag_from_environment
 from raysgd.errors import NotActiveError
-from raysgd.ray_data.reader import DEALER, RemoteDealer, RowReader, start_dealer
-from raysgd.ray_data.splits import no_room_for_data
+from raysgd.ray_data.reader import DEALER, RemoteDealer, RowReader
 from raysgd.workers import cluster
 from raysgd.workers.actor import WorkerActor
 from raysgd.workers.calls import in_parts, opened
 from raysgd.workers.control_client import CANNOT_CONNECT
 from raysgd.workers.control_server import ControlServer
+from raysgd.workers.dealers import no_room_for_data, start_dealer
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.foreign import draining_nodes, hide_deaths_of
 from raysgd.workers.keeper import Tenure
@@ -190,7 +190,7 @@ class RayGroup:
             handle.actor.serve.remote(self._term).future().add_done_callback(partial(self._served, worker))
 
     def _packed(self, verb: str, arguments: dict[str, Any]) -> tuple[bytes, list[memoryview]]:
-        """Return the verb with its arguments, in parts. The engine passes the same dictionary for
+        """Pickle the verb with its arguments, in parts. The engine passes the same dictionary for
         each rank, which is pickled once, unless a part is large, which would be kept."""
         of, newest = self._newest
         if of is not None and of[0] == verb and of[1] is arguments:
@@ -221,8 +221,8 @@ class RayGroup:
         self._serve(worker)
 
     def poll(self, timeout: float) -> list[Event]:
-        """Return what has happened, and wait up to `timeout` for the first event. An error here (no
-        room for a dealer, Ctrl-C) loses at most the event that it belongs to."""
+        """Collect what has happened, and wait up to `timeout` for the first event. An error here
+        (no room for a dealer, Ctrl-C) loses at most the event that it belongs to."""
         if self._tenure is not None and self._tenure.superseded:
             self._check()
         with contextlib.suppress(queue.Empty):
@@ -240,7 +240,7 @@ class RayGroup:
         return ready
 
     def _explained(self, event: Event, handle: _Handle) -> Event:
-        """Return the event with a cause that this machine knows: gloo's message about data of an
+        """Add to the event a cause that this machine knows: gloo's message about data of an
         unexpected size, or how the system has ended the process."""
         if not isinstance(event, WorkerEnded) or event.reason != "worker death":
             return event
@@ -398,7 +398,7 @@ class RayGroup:
         return cluster.room_for(self._resources)
 
     def draining(self) -> dict[str, float | None]:
-        """Return what Ray's last answer means now. ClusterError: none for too long."""
+        """What Ray's last answer means now. ClusterError: none for too long."""
         require_ray(self._session)
         if self._drain_query is None:
             if time.monotonic() >= self._ask_at:
@@ -415,7 +415,6 @@ class RayGroup:
 
 
 def _deaths() -> tuple[type[Exception], ...]:
-    """Return Ray's errors about a process that has ended."""
     from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, WorkerCrashedError
 
     return RayActorError, NodeDiedError, ObjectLostError, WorkerCrashedError

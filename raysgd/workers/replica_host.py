@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from raysgd.core.hang import place_of
+from raysgd.core.control import Control
 from raysgd.core.outcomes import GPU, Failed, GpuFault, Interrupted, Left, Ok, Outcome, WorkerFailed
-from raysgd.core.progress import Control, Progress
+from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend, Replica, ReplicaFactory
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import described, shown, text_of
@@ -66,9 +66,9 @@ class ReplicaHost:
         self._kept: Any = None  # the training's state, while no replica has it
         self._rank_info = RankInfo()  # in the newest generation that this worker has joined
         self._measured: tuple[int, list[tuple[int, Outcome]]] = (-1, [])
-        self._joining_calls = 0
         self._given: dict[str, Any] = {}  # what the verb "run" gets if it comes next, and without arguments
-        control.collectives, control.ensure_whole = self._collectives, backend.ensure_whole
+        control.collectives, control.ensure_whole = backend.collectives, backend.ensure_whole
+        control.is_interruption = backend.is_interruption
 
     def perform(self, verb: str, arguments: dict[str, Any]) -> Outcome:
         given, self._given = self._given, {}
@@ -88,7 +88,7 @@ class ReplicaHost:
             return self._noted(self._outcome_of(error, verb, _called(verb, arguments), call), call)
         if isinstance(value, Interrupted):
             return self._noted(value, call)
-        return self._noted(Ok(value, self._progress, self._collectives() if verb == "run" else -1), call)
+        return self._noted(Ok(value, self._progress, self._control.calls() if verb == "run" else -1), call)
 
     def _noted(self, outcome: Outcome, call: Call | None) -> Outcome:
         """Keep how a part of a training call has ended, for a driver that takes over."""
@@ -99,14 +99,8 @@ class ReplicaHost:
 
     @property
     def holds_state(self) -> bool:
-        """Return whether the replica has the training's state, and not its own initial one."""
+        """Whether the replica has the training's state, and not its own initial one."""
         return self._kept is not None or (self._replica is not None and not self._lacks_state)
-
-    def _collectives(self) -> int:
-        """Return the number of collective calls since this rank joined its generation, or -1. For
-        the join itself, ranks that divide a model again make different numbers of calls."""
-        made = self._backend.collectives()
-        return made - self._joining_calls if made >= 0 else -1
 
     @property
     def _progress(self) -> Progress:
@@ -119,7 +113,7 @@ class ReplicaHost:
         if (broken := self._broken(error, verb, called)) is not None:
             return broken  # without leaving the group, which could wait for the GPU
         interrupted = self._is_interruption(error, verb)
-        place = place_of(_frames(error), self._collectives(), self._control.begun_after, self._control.called())
+        place = self._control.place(_frames(error))
         self._backend.leave()
         if interrupted:
             self._cut_short = call is not None and call.change > 0
@@ -131,8 +125,8 @@ class ReplicaHost:
         return self._failed(error, called)
 
     def _broken(self, error: BaseException, verb: str, called: str) -> WorkerFailed | None:
-        """Return the outcome of a worker whose GPU is broken, or None. In the set-up, an error that
-        a kernel of the user's may have caused is the user's."""
+        """The outcome of a worker whose GPU is broken, or None. In the set-up, an error that a
+        kernel of the user's may have caused is the user's."""
         fault = self.fault_in(error)
         if fault is None or (fault.suspect and verb in SET_UP):
             return None
@@ -148,7 +142,7 @@ class ReplicaHost:
         try:
             return self._backend.is_interruption(error)
         except Exception as raised:  # backends read the error's text, and `str()` of a user's error can raise
-            logger.debug("%s counts as an error of the user's code: %r", type(error).__name__, type(raised))
+            logger.debug("%s counts as an error of user code: %r", type(error).__name__, type(raised))
             return False
 
     def _failed(self, error: BaseException, called: str) -> Failed:
@@ -158,7 +152,7 @@ class ReplicaHost:
         return Failed(picklable(error) if self._remote else error, text, self._progress)
 
     def _method(self, verb: str) -> Callable[..., Any]:
-        """Return the method for a verb. The trainer's calls go straight to the replica."""
+        """Find the method for a verb. The trainer's calls go straight to the replica."""
         if verb != "run":
             method: Callable[..., Any] = getattr(self, f"_{verb}")
             return method
@@ -168,8 +162,8 @@ class ReplicaHost:
         return self._replica.run
 
     def _sendable(self, value: Any) -> Any:
-        """Return what the replica returned, in the form in which it is sent to the driver. It is
-        pickled here, because a value that Ray could not pickle would look like a worker failure."""
+        """What the replica returned, in the form in which it is sent to the driver. It is pickled
+        here, because a value that Ray could not pickle would look like a worker failure."""
         if isinstance(value, memoryview):
             return Blob(value)
         if not self._remote:
@@ -186,19 +180,22 @@ class ReplicaHost:
         self._rank = rank
         if hook is not None:
             hook()
+            if self._remote:
+                gc.freeze()  # collections, which some trainers make, need not look at all that it has imported
 
     def _join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         self._backend.leave()  # a replacement worker does not know if the group that it joined was never formed
         self._control.clear()
         self._rank = None if rank_info.solo else rank_info.world_rank
-        self._joining_calls = 0
+        self._control.joined_after = 0
         self._backend.join(rank_info, settings)
         self._rank_info = self._rank_info if rank_info.solo else rank_info
         self._control.set_rank(rank_info.world_rank, rank_info.world_size)
         if self._replica is not None:
             self._replica.joined(rank_info)
             self._backend.ensure_whole()
-            self._joining_calls = max(self._backend.collectives(), 0)
+            # For the join itself, ranks that divide a model again make different numbers of calls.
+            self._control.joined_after = max(self._backend.collectives(), 0)
         self._lacks_state = self._cut_short = False  # because the ranks have agreed on one before
 
     def _offer(self) -> dict[str, Any]:
@@ -291,14 +288,14 @@ def _called(verb: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _opened(value: Any) -> Any:
-    """Return an argument of a verb as it was passed, with the arguments of a call unpickled."""
+    """An argument of a verb as it was passed, with the arguments of a call unpickled."""
     if isinstance(value, Call):
         return replace(value, arguments={name: unpickled(each) for name, each in value.arguments.items()})
     return unpickled(value)
 
 
 def exited(error: SystemExit, called: str, rank: int | None) -> RuntimeError:
-    """Return the error for `sys.exit()` on a worker: SystemExit would end the user's script."""
+    """The error for `sys.exit()` on a worker: SystemExit would end the user's script."""
     where = "a new worker" if rank is None else f"rank {rank}"
     name, place = _users_frame(error)
     raised = RuntimeError(
@@ -312,8 +309,8 @@ def exited(error: SystemExit, called: str, rank: int | None) -> RuntimeError:
 
 
 def _users_frame(error: BaseException) -> tuple[str, str]:
-    """Return the name of the user's function that was called, and the file and line at which it
-    was. An installed library, such as torch's DataLoader, may have called it."""
+    """Find the name of the user's function that was called, and the file and line at which it was.
+    An installed library, such as torch's DataLoader, may have called it."""
     found = []
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
@@ -324,7 +321,7 @@ def _users_frame(error: BaseException) -> tuple[str, str]:
 
 
 def _frames(error: BaseException) -> list[str]:
-    """Return the frames that the error passed, innermost first."""
+    """The frames that the error passed, innermost first."""
     found = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return [f"{code.co_filename}:{line} {code.co_name}" for code, line in reversed(found)]
 
@@ -338,7 +335,7 @@ def _formatted(error: BaseException) -> str:
 
 
 def picklable(error: BaseException) -> BaseException:
-    """Return the error, one of its type that can be pickled, or a RuntimeError."""
+    """The error, one of its type that can be pickled, or a RuntimeError."""
     makers: list[Callable[[], BaseException]] = [lambda: error, lambda: PicklableError(error)]
     for make in makers:
         try:
@@ -376,7 +373,7 @@ def _recreate(kind: type[BaseException], args: tuple[Any, ...], state: dict[str,
 
 
 def _pickled_and_back(value: Any) -> Any:
-    """Return a pickled copy of the value, or None: a user's class may raise anything here."""
+    """Make a pickled copy of the value, or None: a user's class may raise anything here."""
     from ray import cloudpickle
 
     try:

@@ -29,7 +29,7 @@ UNPICKLABLE = (TypeError, pickle.PickleError, AttributeError)  # torch raises th
 
 
 def pack(value: Any) -> PickledObject | None:
-    """Return the user's object as bytes that any node can read.
+    """Pickle the user's object as bytes that any node can read.
 
     Functions and classes of modules that are not installed (files beside the script) are pickled
     with their content, so that a worker that starts later has what the script has, although a file
@@ -55,7 +55,7 @@ def pack(value: Any) -> PickledObject | None:
 
 
 def unpicklable_variable(module: ModuleType) -> str:
-    """Return the name of a variable of a module that cannot be pickled, or ""."""
+    """Find the name of a variable of a module that cannot be pickled, or ""."""
     for name, value in vars(module).items():
         if isinstance(value, type) and value.__module__ == module.__name__:
             parts = {f"{name}.{part}": each for part, each in vars(value).items()}
@@ -72,7 +72,7 @@ def unpicklable_variable(module: ModuleType) -> str:
 
 
 def _culprit(value: Any) -> str:
-    """Return which attribute of the object, and which key of a dictionary in it, cannot be pickled;
+    """Find which attribute of the object, and which key of a dictionary in it, cannot be pickled;
     or else which variable of the script or notebook."""
     for name, part in getattr(value, "__dict__", {}).items():
         items = part.items() if isinstance(part, Mapping) else [("", part)]
@@ -118,7 +118,7 @@ def _pickler_class() -> Any:
                 return base.reducer_override(self, obj)
 
         def _sent(self, obj: Any) -> ModuleType | None:
-            """Return the module of an object that is to be pickled with its content."""
+            """The module of an object that is to be pickled with its content."""
             name = obj.__name__ if isinstance(obj, ModuleType) else getattr(obj, "__module__", None)
             module = sys.modules.get(name) if isinstance(name, str) else None
             if self.contained is None or module is None or name in self.imported or not _is_local(module):
@@ -146,7 +146,7 @@ def _by_value(module: ModuleType | None) -> Iterator[None]:
 
 
 def _is_local(module: ModuleType) -> bool:
-    """Return whether a module is the user's own: neither built in nor installed nor raysgd's."""
+    """Whether a module is the user's own: neither built in nor installed nor raysgd's."""
     name = getattr(module, "__name__", "")
     if not isinstance(module, ModuleType) or name == "__main__" or name.partition(".")[0] == "raysgd":
         return False
@@ -161,7 +161,7 @@ def _is_local(module: ModuleType) -> bool:
 
 @cache
 def is_installed(file: str) -> bool:
-    """Return whether a file or folder belongs to Python or an installed package, also in another
+    """Whether a file or folder belongs to Python or an installed package, also in another
     environment that PYTHONPATH or a .pth file names."""
     path = Path(file)
     return not {"site-packages", "dist-packages"}.isdisjoint(path.parts) or any(

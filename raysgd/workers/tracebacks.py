@@ -22,9 +22,8 @@ FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+), in .*')
 
 
 def readable(text: str, error: BaseException | None = None) -> str:
-    """Return a worker's traceback without the frames of raysgd, and with source lines that only
-    this process knows. It is unchanged if the user asks for that, or if it may be a fault of
-    raysgd."""
+    """A worker's traceback without the frames of raysgd, and with source lines that only this
+    process knows. It is unchanged if the user asks for that, or if it may be a fault of raysgd."""
     lines, blocks = text.splitlines(), list[tuple[str, list[str]]]()
     for line in lines:
         found = FRAME.fullmatch(line)
@@ -90,6 +89,6 @@ def fold_frames(error: BaseException) -> None:
 
 
 def _is_ours(file: str) -> bool:
-    """Return whether a file, here or on a worker, is part of raysgd, ready-made operators apart."""
+    """Whether a file, here or on a worker, is part of raysgd, ready-made operators apart."""
     _, found, place = file.rpartition("/raysgd/")
     return bool(found) and not place.startswith("operators/") and (PACKAGE / place).is_file()

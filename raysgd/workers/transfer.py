@@ -135,7 +135,7 @@ class Transfer:
             sent = end
 
     def _wait_beyond(self, sent: int, note: Callable[[], None]) -> int:
-        """Return how much of the state is here, when that is more than `sent`. Meanwhile, the
+        """Wait until more of the state is here than `sent`, and return how much. Meanwhile, the
         worker that takes it does not hang: it waits for the one that gives it."""
         with self._changed:
             while not self._closed and (self._data is None or self._filled <= sent < self._size):
@@ -189,7 +189,7 @@ class Giving:
 def ask(
     address: ControlAddress, worker: str, name: str, question: Any, *, waiting: Waiting = contextlib.nullcontext
 ) -> Any:
-    """Return the driver's answer."""
+    """Ask the driver."""
     with connect(address, Open(worker, name), waiting=waiting) as connection, waiting(connection.socket):
         connection.socket.settimeout(STALL_S)
         connection.send(Ask(question))
@@ -197,7 +197,7 @@ def ask(
 
 
 def take(address: ControlAddress, worker: str, name: str, *, waiting: Waiting = contextlib.nullcontext) -> Body:
-    """Return a state that is given to the driver."""
+    """Take a state that is given to the driver."""
     with connect(address, Open(worker, name), waiting=waiting) as connection, waiting(connection.socket):
         connection.socket.settimeout(STALL_S)
         connection.send(TakeState())

@@ -46,7 +46,7 @@ class UserCode:
 
 
 def user_folders(runtime_env: Mapping[str, Any]) -> tuple[list[Path], int]:
-    """Return the folders of `sys.path` with the user's modules, and how many are before installed
+    """Find the folders of `sys.path` with the user's modules, and how many are before installed
     packages: the script's, the notebook's and PYTHONPATH's. None if the job has a `working_dir` or
     `py_modules`, which Ray sends to all workers."""
     if runtime_env.get("working_dir") or runtime_env.get("py_modules"):

@@ -23,11 +23,11 @@ class TransferProtocol(Protocol):
 
     @property
     def moved(self) -> int:
-        """Return how much has arrived."""
+        """How much has arrived."""
 
     @property
     def data(self) -> Any:
-        """Return the state, once the worker that gives it has ended its call."""
+        """The state, once the worker that gives it has ended its call."""
 
     def fill(self, data: Any) -> None:
         """Give a state that the driver has."""
@@ -52,7 +52,7 @@ class Room:
     needs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def demand(self, count: int) -> str:
-        """Return what `count` workers need, and what is free: "4 CPU (2 free)"."""
+        """What `count` workers need, and what is free: "4 CPU (2 free)"."""
         return ", ".join(f"{count * each:g} {name} ({free:g} free)" for name, (each, free) in self.needs.items())
 
 
@@ -72,20 +72,20 @@ class WorkerGroupProtocol(Protocol):
         """Start workers, and return their names at once. `WorkerStarted` follows for each."""
 
     def adopt(self) -> list[str]:
-        """Return the names of the workers that a driver of this trainer has left, and let them
-        connect to this one. `WorkerStarted` or `WorkerEnded` follows for each."""
+        """Let the workers that a driver of this trainer has left connect to this one. Return their
+        names. `WorkerStarted` or `WorkerEnded` follows for each."""
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         """Start a call and return its number, which its `CallEnded` event also has."""
 
     def poll(self, timeout: float) -> list[Event]:
-        """Return what has happened, after at most `timeout`. A failure is reported only once."""
+        """Collect what has happened, after at most `timeout`. A failure is reported only once."""
 
     def send(self, worker: str, message: Message) -> bool:
         """Send a message beside the running call. Return False if the worker has gone."""
 
     def silent_for(self, worker: str) -> float:
-        """Return for how many seconds the worker has sent nothing, 0 before it has started."""
+        """For how many seconds the worker has sent nothing, 0 before it has started."""
 
     def kill(self, worker: str) -> None:
         """End a worker that may not respond. Its failure follows as an event."""
@@ -94,17 +94,17 @@ class WorkerGroupProtocol(Protocol):
         """End a worker that is not needed, and free its resources. No event follows."""
 
     def transfer(self) -> TransferProtocol:
-        """Return a new transfer of a state."""
+        """Make a new transfer of a state."""
 
     def room(self) -> Room:
-        """Return for how many workers the cluster has room now."""
+        """For how many workers the cluster has room now."""
 
     def draining(self) -> dict[str, float | None]:
-        """Return the nodes that will be removed, and in how many seconds (None: unknown). Raise
+        """The nodes that will be removed, and in how many seconds (None: unknown). Raise
         `ClusterError` if Ray has not answered for too long."""
 
     def is_node_alive(self, node: str) -> bool:
-        """Return whether the node belongs to the cluster, as far as is known."""
+        """Whether the node belongs to the cluster, as far as is known."""
 
     def releasing(self) -> AbstractContextManager[None]:
         """Wait, on exit, until the resources of workers that were dismissed meanwhile are free."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysgd import Recovery
+from raysgd import Recovery, Speed
 from raysgd.callbacks import Callback, CallResult, History, ProgressBar, Run
 from tests.callbacks.recording import called_by_a_trainer, underway
 from tests.torch.small import Line, inline
@@ -39,6 +39,16 @@ def test_a_terminal_shows_the_users_metrics_and_missing_workers(monkeypatch: pyt
         assert part in text, text
     assert text.rindex("f1=0.5") > text.rfind("f1=0.25"), "the end shows the means, not the last batch"
     assert "batch_count" not in text
+
+
+def test_the_last_line_names_a_slow_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    bar = ProgressBar()
+    bar.on_start(Run(trainer="T", name="N", num_workers=4, speed=lambda: Speed(slow=(1,), phase="data")))
+    bar.on_progress(underway(phase="train"))
+    assert "slow" not in stream.getvalue()
+    bar.on_result(CallResult(kind="train", epoch=3, step=2, metrics=METRICS, by_worker=[], world_size=3, seconds=1.0))
+    assert "slow=rank 1 (data)" in stream.getvalue()
 
 
 def test_one_worker_needs_no_mention(monkeypatch: pytest.MonkeyPatch) -> None:

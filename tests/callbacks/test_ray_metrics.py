@@ -129,6 +129,7 @@ def test_values_of_the_gauges(ray_cluster: None, shown: dict[str, list[float]], 
             assert "checkpoint_age_seconds" not in shown, "there is no checkpoint yet"
         assert 0 < result["data_seconds"] == pytest.approx(shown["data_seconds"][-1] * result["batch_count"])
         assert shown["step_seconds"][-1] * result["batch_count"] == pytest.approx(trainer.history[-1]["seconds"])
+        assert shown["waiting"][-1] == 0, "no rank is slow"
         wait_until(lambda: shown.get("checkpoint_age_seconds"))
         wait_until(lambda: shown["checkpoint_age_seconds"][-1] > 3)
         trainer.save(tmp_path / "again.pt", blocking=False).result()

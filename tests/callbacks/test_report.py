@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from raysgd import ConfigError, ElasticConfig, Recovery, TorchTrainer, train
+from raysgd import ConfigError, ElasticConfig, RankSpeed, Recovery, Speed, TorchTrainer, train
 from raysgd.callbacks import Callback, CallResult, History, Run, Throughput
 from tests.callbacks.recording import Line, result, underway
 from tests.callbacks.test_history import filled
@@ -101,7 +102,7 @@ def test_report_of_a_run_with_a_failure(ray_cluster: None, tmp_path: Path) -> No
     assert re.search(rf"worker death: 2 -> 1 worker, rank 1 removed.* in place.*\n?.*{cause}", failure)
     assert "growth: 1 -> 2 workers, epoch" in growth
     _, slow = page.table("rank")
-    assert float(slow[2]) > 30, "on a busy machine, the other rank may need as long"
+    assert float(slow[3]) > 30, "on a busy machine, the other rank may need as long"
     assert [cells[:2] for cells in page.table("kind")] == [
         ["train", "1"], ["train", "2"], ["validate", "2"], ["train", "3"], ["validate", "3"]
     ]  # fmt: skip
@@ -200,18 +201,20 @@ def test_a_callback_can_write_a_report(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "sub").iterdir()] == ["run.html"], "no draft is left"
 
 
-def test_ranks_whose_communication_is_not_measured(tmp_path: Path) -> None:
-    ranks = [{"batch_count": 10, "data_seconds": wait, "compute_seconds": 1.0} for wait in (0.0, 0.0, 0.5)]
-    history = filled(result(by_worker=ranks, world_size=3), result(by_worker=ranks[:2], world_size=3))
+def test_slow_ranks(tmp_path: Path) -> None:
+    history, waits = filled(result()), [0.05, 0.05, None]
+    assert "Slow ranks" not in read(history.report(tmp_path / "run.html")).texts("h2")
+    ranks = [RankSpeed(rank, "<a>", data_seconds=0.05 * (rank == 2), compute_seconds=0.1) for rank in range(3)]
+    ranks = [replace(each, wait_seconds=wait) for each, wait in zip(ranks, waits, strict=True)]
+    speed = Speed(tuple(ranks), (2,), "data", 0.3, "rank 2 on <a>: ...")
+    history.on_start(Run(trainer="TorchTrainer", name="x", num_workers=3, speed=lambda: speed))
     page = read(history.report(tmp_path / "run.html"))
-    assert [cells for cells in page.table("rank")] == [
-        ["0", "0", "100", "1"],
-        ["1", "0", "100", "1"],
-        ["2", "50", "100", "1.5: slow"],
-    ], "a call in which the workers changed does not count"
-    assert any("computing includes the wait for the other ranks" in text for text in page.texts("p"))
-    history.on_recovery(Recovery("shrink", (2,), 3, 2, True, 0, 0.1))
-    assert any(text.startswith("Not measured") for text in read(history.report(tmp_path / "run.html")).texts("p"))
+    assert page.table("rank") == [
+        ["0", "<a>", "0", "100", "50", "1"],
+        ["1", "<a>", "0", "100", "50", "1"],
+        ["2", "<a>", "50", "100", "", "1.5: slow"],
+    ]
+    assert any("rank 2 on <a>: ..." in text for text in page.texts("p"))
 
 
 def test_a_uri() -> None:

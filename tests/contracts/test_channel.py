@@ -23,6 +23,7 @@ import pytest
 
 from raysgd.core import connection, lease
 from raysgd.core.connection import Connection, ControlAddress, connect, make_room
+from raysgd.core.control import Control
 from raysgd.core.frames import (
     DRIVER,
     GREETING,
@@ -59,17 +60,18 @@ from raysgd.core.messages import (
     State,
     TakeState,
 )
-from raysgd.core.metrics import Measured
+from raysgd.core.metrics import Measured, brief
 from raysgd.core.outcomes import Failed, Ok
-from raysgd.core.progress import Control, Progress
+from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.errors import ConfigError
-from raysgd.workers import control_client
+from raysgd.workers import control_client, orphan
 from raysgd.workers.calls import SMALL, Blob, PickledObject, from_parts, in_parts, opened
-from raysgd.workers.control_client import ControlClient, brief
+from raysgd.workers.control_client import ControlClient
 from raysgd.workers.control_server import UNADMITTED_AT_MOST, ControlServer
 from raysgd.workers.events import CallEnded, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.orphan import DriverContact
 from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.transfer import Giving, Transfer, ask, take
 from tests.traffic import Events, Tap
@@ -164,13 +166,6 @@ def test_the_limit_of_a_large_message_is_for_a_standstill() -> None:
 WAIT_S = 60.0  # for what happens at once, on a machine with nothing else to do
 
 
-class Client(ControlClient):
-    """Does not end this process, with all of its tests, if a test fails before its client was dismissed."""
-
-    def _end(self) -> None:
-        self._open = False
-
-
 class Channel:
     """A control server with its events, and its clients."""
 
@@ -187,7 +182,9 @@ class Channel:
     def client(self, worker: str = "w", *, through: Tap | None = None, orphan_s: float = 0.0) -> ControlClient:
         address = self.address if through is None else through.address
         dismissed = partial(self.dismissed.append, worker)
-        return Client(address, worker, "node", partial(self.aborted.append, worker), dismissed, orphan_s=orphan_s)
+        return ControlClient(
+            address, worker, "node", partial(self.aborted.append, worker), dismissed, orphan_s=orphan_s
+        )
 
     def greet(self, worker: str = "w") -> Connection:
         """Open a worker's control connection without a client."""
@@ -334,7 +331,7 @@ def test_a_call_travels_over_a_control_connection_and_its_answer_back(channel: C
     client = channel.client()
     channel.next(WorkerStarted)
     channel.server.send("w", PerformCall(7, 2, b"x" * 60_000))
-    assert client.calls.get(timeout=WAIT_S) == PerformCall(7, 2, b"x" * 60_000)
+    assert client.driver.calls.get(timeout=WAIT_S) == PerformCall(7, 2, b"x" * 60_000)
     client.answer(7, Ok(PickledObject(pickle.dumps([1, 2]))))
     assert opened(channel.next(MessageReceived)) == CallEnded("w", 7, Ok([1, 2]))
     channel.server.disconnect("w")
@@ -531,7 +528,7 @@ def test_a_message_that_cannot_be_carried_out_does_not_end_the_workers_thread(
     def fails() -> None:
         raise OSError(24, "too many open files")
 
-    client = Client(channel.address, "w", "node", fails)
+    client = ControlClient(channel.address, "w", "node", fails)
     channel.next(WorkerStarted)
     channel.server.send("w", Interrupt(1))
     channel.server.send("w", StackRequest(5))
@@ -655,7 +652,7 @@ def test_a_driver_that_is_stopped_does_not_hold_the_main_thread_up(
     channel: Channel, wait: Callable[[ControlClient, str], Any], passed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stops before its proof, before its next answer, or before the worker begins. Another driver needs that thread."""
-    monkeypatch.setattr(lease, "LEASE_S", 0.5)
+    monkeypatch.setattr(orphan, "LEASE_S", 0.5)
     runs = threading.Event()
 
     def change(side: bytes, sent: list[bytes]) -> list[bytes]:
@@ -685,13 +682,14 @@ def test_the_main_thread_is_freed_again_by_the_end_of_a_driver_that_had_returned
 ) -> None:
     """It was freed once when the driver had said nothing for too long, and had begun to wait for that driver again."""
     ahead_s, before = [0.0], threading.active_count()
-    monkeypatch.setattr(Client, "_clock", lambda self: time.monotonic() + ahead_s[0])
+    look = DriverContact.look
+    monkeypatch.setattr(DriverContact, "look", lambda self, now, **state: look(self, now + ahead_s[0], **state))
     client = channel.client(orphan_s=600.0)
     client.holds_state = lambda: True
     ahead_s[0] = lease.LEASE_S + 1.0
-    assert client.calls.get(timeout=WAIT_S) is None
+    assert client.driver.calls.get(timeout=WAIT_S) is None
     channel.server.close(dismiss=False)
-    assert client.calls.get(timeout=WAIT_S) is None
+    assert client.driver.calls.get(timeout=WAIT_S) is None
     ahead_s[0] += 600.0  # it ends itself
     wait_for(lambda: threading.active_count() < before)
 
@@ -704,7 +702,7 @@ def test_a_worker_of_a_driver_that_is_stopped_gives_up_when_another_one_may_take
         address = ControlAddress("127.0.0.1", stopped.getsockname()[1], bytes(KEY_BYTES))
         began = time.monotonic()
         with pytest.raises(ConnectionError, match="timed out"):
-            Client(address, "w", "node", lambda: None, orphan_s=60.0)
+            ControlClient(address, "w", "node", lambda: None, orphan_s=60.0)
         assert time.monotonic() - began < WAIT_S
 
 
@@ -714,7 +712,7 @@ def test_a_save_in_the_background_waits_for_a_driver_that_is_stopped(
     client = channel.client(orphan_s=60.0)
     client.holds_state = lambda: True
     giving = client.control.giving(transfer.name)
-    monkeypatch.setattr(lease, "LEASE_S", 0.5)
+    monkeypatch.setattr(orphan, "LEASE_S", 0.5)
     wait_for(lambda: client.control.interrupted)
     with ThreadPoolExecutor() as pool:
         pool.submit(giving.send, report={"size": 3}).result()

@@ -4,6 +4,7 @@ Each subject makes STEPS steps in one call. Its `weights` depend on every step a
 left out or made twice shows in them.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ConfigError, train
+from raysgd.config import ElasticConfig
 from raysgd.core.metrics import Measured
+from raysgd.training import snapshots
 from tests.replicas import FunctionRank, Interrupted, tf_rank, torch_rank
 from tests.torch.small import Line, rows
 
@@ -366,7 +369,7 @@ def test_a_validation_begins_with_the_first_batch_in_another_process(operators: 
 
 @pytest.mark.parametrize(("every", "steps"), [("epoch", [STEPS]), (2, [2, 4, STEPS, STEPS]), (None, [])])
 def test_snapshots_are_of_the_committed_state(operators: Subject, every: Any, steps: list[int]) -> None:
-    operators.settings["snapshot_every"] = every
+    operators.settings["elastic"] = ElasticConfig(snapshot_every=every)
     replica = operators.make()
     operators.run(replica)
     replica.close()
@@ -377,6 +380,25 @@ def test_snapshots_are_of_the_committed_state(operators: Subject, every: Any, st
         other = operators.make()
         other.load(data)
         assert other.progress.step == progress.step
+
+
+def test_no_step_waits_until_a_snapshot_is_packed_which_has_the_bits_of_its_step(
+    operators: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "SMALL", 0)  # all count as large
+    operators.settings["elastic"] = ElasticConfig(snapshot_every=2)
+    replica, before = operators.make(), operators.make()
+    before.train(1, 2)
+    made = threading.Event()
+    replica.pack_snapshots_when(made)
+    operators.hooks.at("after", STEPS - 1, made.set)
+    operators.run(replica)
+    replica.close()
+    progress, data = replica.uploads[0]
+    assert progress.step == 2 and 4 not in [progress.step for progress, _ in replica.uploads], "there was no room"
+    other = operators.make()
+    other.load(data)
+    assert operators.weights(other) == operators.weights(before) != operators.weights(replica)
 
 
 def test_training_without_data_or_batches_is_an_error(operators: Subject) -> None:

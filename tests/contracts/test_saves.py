@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from raysgd import CheckpointError
-from raysgd.core.progress import Control
+from raysgd.core.control import Control
 from raysgd.storage import durable
 from raysgd.training import saves
 from raysgd.training.saves import SaveHandle, Saves
@@ -31,7 +31,7 @@ class Worker:
     """A replica whose checkpoint is what a function of the test writes."""
 
     def __init__(self, control: Control, write: Write) -> None:
-        self._control, self.write = control, write
+        self.control, self.write = control, write
 
     def checkpoint_writer(self, *, later: bool) -> Write:
         return self.write

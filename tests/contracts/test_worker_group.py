@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from raysgd.config import WorkerResources
+from raysgd.core.control import Control
 from raysgd.core.messages import Interrupt, ProgressReport, StackReport, StackRequest
 from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
-from raysgd.core.progress import Control, Progress
+from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo, SingleWorkerBackend
 from raysgd.engine.worker_table import WorkerInfo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.core.lease import LEASE_S, LINGER_S, WITNESSED_S, DriverWatch, Grant, Lease
+from raysgd.core.lease import LEASE_S, WITNESSED_S, Grant, Lease
 
 
 def test_a_lease_has_one_term_at_a_time() -> None:
@@ -72,27 +72,3 @@ def test_a_worker_that_starts_after_its_drivers_end_keeps_nobody_waiting() -> No
     lease.witness(1, 5.0)
     assert lease.enlist(1, "w2", 6.0) and lease.until == 5.0 + WITNESSED_S
     assert lease.renew(1, None, 7.0) and lease.enlist(1, "w3", 8.0) and lease.until == 8.0 + LEASE_S
-
-
-def acts(watch: DriverWatch, *, until: float, holds_state: bool = True) -> list[tuple[float, str]]:
-    """Return what a worker does, and when, that looks twice a second."""
-    seen = [(now / 2, watch.look(now / 2, holds_state=holds_state)) for now in range(int(2 * until))]
-    return [(now, act) for now, act in seen if act]
-
-
-def test_an_orphan_stops_leaves_its_group_and_ends() -> None:
-    watch = DriverWatch(orphan_s=20.0, heard_at=0.0, has_ended=True)
-    assert acts(watch, until=20.5) == [(0.0, "stop"), (LINGER_S, "leave"), (20.0, "end")]
-
-
-def test_a_silent_driver_is_missed_later_and_may_return() -> None:
-    watch = DriverWatch(orphan_s=20.0, heard_at=0.0)
-    assert acts(watch, until=LEASE_S + 1.5) == [(LEASE_S, "stop")]
-    watch.heard(LEASE_S + 1)
-    assert acts(watch, until=LEASE_S + 30) == []
-
-
-def test_a_worker_without_a_state_or_a_name_ends_with_its_driver() -> None:
-    assert acts(DriverWatch(20.0, 0.0, has_ended=True), until=1.0, holds_state=False)[0] == (0.0, "end")
-    assert acts(DriverWatch(0.0, 0.0, has_ended=True), until=1.0)[0] == (0.0, "end")
-    assert acts(DriverWatch(0.0, 0.0), until=10 * LEASE_S) == [], "and its driver need not say that it lives"

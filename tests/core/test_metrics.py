@@ -162,3 +162,15 @@ def test_a_metric_with_weights_of_its_own(batches: list[tuple[int, float, int, i
     if those:
         assert merged["some"] == pytest.approx(math.fsum(those) / len(those), rel=1e-9, abs=1e-6)
     assert all(type(value) in (int, float) for value in merged.values())
+
+
+def test_a_metric_can_have_its_weight_as_an_attribute() -> None:
+    """The loss of default methods has one: code that reads it gets a number or tensor, and no pair."""
+
+    class Loss(float):
+        _raysgd_weight = 3
+
+    meters = AverageMeterCollection()
+    meters.update({"loss": Loss(2.0)}, n=1)
+    meters.update({"loss": Loss(6.0)}, n=5)
+    assert meters.summary()["loss"] == 4.0

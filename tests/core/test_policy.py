@@ -133,6 +133,11 @@ DIFFERENT = {
     "one received data of another size": [cut(9, "backward"), WorkerFailed("preamble", "out of step")],
     "the same call, and one call too many before": [begun((7, 12), (8, 14)), begun((8, 15), (9, 16))],
     "one call more in this batch": [made(1), made(2)],
+    "the same, and one was stopped because it hung": [
+        made(1),
+        made(2),
+        WorkerFailed("", "hang", hung_at=("a batch", 7)),
+    ],
     "in a call of a batch that the other one has ended": [begun((7, 12), (8, 14), (9, 8)), begun((7, 12), (8, 14))],
     "one of three": [cut(9, "all_reduce"), cut(9, "all_reduce"), cut(9, "broadcast")],
 }
@@ -147,6 +152,7 @@ SAME = {
     "one has finished, and the other is in its last call": [Ok(1, collectives=13), cut(13, "backward")],
     "a backend that does not count": [Ok(1), cut(-1, "backward"), cut(-1, "barrier")],
     "a failure": [cut(9, "backward"), FAILED],
+    "a failure in an evaluation, in which only one has all of a call": [made(1), made(2), FAILED],
     "stopped as asked": [PAUSED, PAUSED],
 }
 

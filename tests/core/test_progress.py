@@ -6,7 +6,9 @@ import time
 
 import pytest
 
-from raysgd.core.progress import Control, Progress, longest_silence_s, most_advanced, report_interval_s
+from raysgd.core.control import Control, longest_silence_s, report_interval_s
+from raysgd.core.progress import Progress
+from raysgd.core.snapshot import Snapshot, newest_state
 
 
 @pytest.mark.parametrize(
@@ -23,7 +25,23 @@ from raysgd.core.progress import Control, Progress, longest_silence_s, most_adva
     ],
 )
 def test_the_most_advanced_is_the_source(ranks: list[Progress], first: int) -> None:
-    assert most_advanced({str(rank): progress for rank, progress in enumerate(ranks)}) == str(first)
+    assert newest_state({str(rank): progress for rank, progress in enumerate(ranks)}) == str(first)
+
+
+@pytest.mark.parametrize(
+    ("worker", "snapshot", "newest"),
+    [
+        (Progress(step=5), Progress(step=4), "0"),
+        (Progress(step=5), Progress(step=5), None),
+        (Progress(step=5), Progress(step=4, loads=1), None),
+        (Progress(lacks_state=True), Progress(), None),
+    ],
+)
+def test_a_snapshot_is_the_source_if_no_worker_has_more(
+    worker: Progress, snapshot: Progress, newest: str | None
+) -> None:
+    assert newest_state({"0": worker}, Snapshot(progress=snapshot)) == newest
+    assert newest_state({}, Snapshot(progress=snapshot)) is None
 
 
 def test_an_interruption_stops_a_rank_that_waits_at_a_boundary() -> None:

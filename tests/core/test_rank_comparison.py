@@ -16,13 +16,14 @@ from raysgd.engine.rank_comparison import Comparison
 from raysgd.errors import ConfigError
 from raysgd.torch.rank_comparison import summary_of
 from raysgd.training.rank_comparison import BLOCK
+from tests.peek import parts_of
 
 
 def operator(model: nn.Module, *, lr: Any = 0.1, **attributes: Any) -> Any:
     """Return what is read of an operator."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     parts = SimpleNamespace(models=[model], wrapped=[model], optimizers=[optimizer], criterion=None)
-    return SimpleNamespace(model=model, optimizer=optimizer, _parts=parts, **attributes)
+    return SimpleNamespace(model=model, optimizer=optimizer, _internals=SimpleNamespace(parts=parts), **attributes)
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -31,7 +32,7 @@ def net(seed: int = 0) -> nn.Module:
 
 
 def found(*operators: Any) -> list[Any]:
-    return compare({rank: summary_of(each).as_text() for rank, each in enumerate(operators)})
+    return compare({rank: summary_of(each, parts_of(each)).as_text() for rank, each in enumerate(operators)})
 
 
 def changed(change: Callable[[Any], Any], model: nn.Module) -> nn.Module:
@@ -176,13 +177,13 @@ def texts(*sizes: float, rate: float = 0.1) -> list[str]:
 def test_a_comparison_takes_at_most_half_a_percent_of_the_time() -> None:
     made = Comparison(ElasticConfig())
     assert made.is_due  # the first call
-    made.took(0.05)
-    made.trained(9.9)
+    made.note_asking(0.05)
+    made.note_training(9.9)
     assert not made.is_due
-    made.trained(0.2)
+    made.note_training(0.2)
     assert made.is_due
-    made.took(30.0)  # the machine was busy, once
-    made.trained(20.1)
+    made.note_asking(30.0)  # the machine was busy, once
+    made.note_training(20.1)
     assert made.is_due
 
 

@@ -136,3 +136,18 @@ def test_fewer_ranks_have_the_parts_of_all(
     for after in {after for after, _ in found}:
         weights = [part.weight for at, part in found if at == after]
         assert sum(weights) == pytest.approx(fewer.world_size), "the mean over the ranks is the mean over the samples"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 6), st.lists(st.integers(1, 5), min_size=2, max_size=4))
+def test_with_a_deal_each_rank_has_its_parts_in_each_step(total: int, size: int, deal: list[int]) -> None:
+    """Also in the last one, if that has fewer: what a rank keeps for a part would get lost otherwise."""
+    plan = SamplingPlan(total, size * sum(deal), sum(deal), len(deal), deal=tuple(deal))
+    first = 0
+    for rank, count in enumerate(deal):
+        own = list(plan.parts_of(rank, 0))
+        for step in {after for after, _ in own}:
+            assert [part.part for after, part in own if after == step] == list(range(first, first + count))
+        first += count
+    fresh = [part for rank in range(len(deal)) for _, part in plan.parts_of(rank, 0) if part.fresh]
+    assert sorted(unit for part in fresh for unit in range(part.start, part.stop)) == list(range(total))

@@ -21,7 +21,7 @@ def test_nothing_is_recorded_while_disabled() -> None:
     timers = Timers()
     timers.enabled = False
     with timers.record("fwd"), timers.record("fwd"):
-        timers.laps()("grad")
+        pass
     assert timers.stats() == {}
     timers.enabled = True
     with timers.record("fwd"):

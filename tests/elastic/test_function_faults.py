@@ -2,6 +2,7 @@
 weights of the samples that they have seen. Functions of the simulation have no weights; tests/local has operators."""
 
 import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from raysgd import ElasticConfig, train
 from raysgd.train import Trainer
-from tests.faults import Fault, Numbered
+from tests.faults import Fault, Numbered, once, until
 
 pytestmark = pytest.mark.elastic
 
@@ -174,3 +175,45 @@ def test_a_user_error(shared: Run) -> None:
     assert "rank 1" in str(caught.value.__cause__) and ".py" in str(caught.value.__cause__)
     assert len(shared.trainer.recoveries) == before
     assert_exact(shared.epoch(checkpoint=shared.trainer.latest_checkpoint))
+
+
+def nine_steps(config: dict[str, Any]) -> list[tuple[int, ...]]:
+    """Commit each step, and save step 5. A first worker `leaves` at step 3, and one is killed at step 7. Return where each
+    attempt began: the loaded step, and that of the commit."""
+    loaded = (train.load_checkpoint() or {"step": 0})["step"]
+    state = train.elastic({"step": loaded})
+    marks = Path(config["marks"])
+    if train.world_rank() == 0:
+        with open(marks / "begun", "a", encoding="utf-8") as begun:
+            begun.write(f"{loaded} {state['step']}\n")
+    while state["step"] < 9:
+        state["step"] += 1
+        state.commit()
+        if state["step"] == 3 and config["leaves"] and once(marks / "left"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in until(lambda: False):
+                state.commit()  # until a new worker is ready
+        if state["step"] == 5:
+            train.save_checkpoint(step=5)
+        if state["step"] == 7 and not (marks / "killed").exists():
+            (marks / str(train.world_rank())).touch()
+            for _ in until(lambda: train.world_rank() == train.world_size() - 1 and (marks / "0").exists()):
+                time.sleep(0.1)  # rank 0 of two is stopped here
+            (marks / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return [tuple(map(int, line.split())) for line in (marks / "begun").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("workers", "leaves", "begun"), [(2, False, (5, 7)), (1, True, (5, 5))], ids=["one", "all"])
+def test_a_commit_serves_survivors_and_a_newer_checkpoint_those_who_have_none(
+    ray_cluster: None, tmp_path: Path, workers: int, leaves: bool, begun: tuple[int, int]
+) -> None:
+    """A worker that has left has given its commit to the next one. That is not newer than what this saves later."""
+    elastic = replace(ELASTIC, grow=leaves)
+    with Trainer("none", num_workers=workers, logdir=tmp_path / "logs", elastic=elastic) as trainer:
+        found = trainer.run(nine_steps, {"marks": str(tmp_path), "leaves": leaves})[0]
+        assert found[0] == (0, 0) and found[-1] == begun, found
+        if leaves:
+            assert [each.reason for each in trainer.recoveries] == ["preemption", "worker death"]
+            assert found[1] == (0, 3)

@@ -1,6 +1,7 @@
 """Sharded models whose shards have copies: kills, growth and resizing. The final weights equal an undisturbed run's."""
 
 import os
+import shutil
 import signal
 import time
 from collections import Counter
@@ -272,6 +273,31 @@ def test_a_lost_shard_is_in_what_was_loaded(tmp_path: Path, undisturbed: Any) ->
             assert same(weights(two), undisturbed[1])
             two.train()
             assert same(weights(two), undisturbed[2])
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
+def test_a_loaded_checkpoint_that_is_replaced(sharded: bool, tmp_path: Path, undisturbed: Any) -> None:
+    """Training continues from what the trainer has saved in its place, and not from what others have."""
+    with two_shards(tmp_path) as two:
+        other, path = (two.save(tmp_path / name, sharded=sharded) for name in ("other", "path"))
+        two.load(path, trusted=True)
+        two.train()
+        two.save(path, sharded=sharded)
+        two.train(num_steps=1)
+        (tmp_path / "before-6-0").touch()
+        two.train()
+        assert redone_in(two) == [(False, 2, 1)]
+        assert same(weights(two), undisturbed[1])
+    with two_shards(tmp_path) as two:
+        two.load(path, trusted=True)
+        two.train(num_steps=1)
+        two.load(other, trusted=True)
+        two.load(path, trusted=True)
+        shutil.rmtree(path) if sharded else Path(path).unlink()
+        Path(other).rename(path)
+        (tmp_path / "before-5-0").touch()
+        with pytest.raises(CheckpointError, match=r"(?s)too few shards .*path was replaced since it was loaded"):
+            two.train()
 
 
 def test_after_a_lost_shard_without_a_checkpoint_only_a_load_helps(

@@ -10,25 +10,27 @@ import threading
 import time
 import traceback
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOptions
 from raysgd.callbacks import EMA, GradientNormMonitor, LearningRateMonitor
 from raysgd.torch import nccl, replica
 from raysgd.torch.buffers import KeepBuffers
+from raysgd.torch.checkpoint import host_memory, packing
+from raysgd.torch.checkpoint.host_memory import HostMemory
 from raysgd.torch.data import prefetch
 from raysgd.torch.data.prefetch import CudaCarrier, make_carrier
 from raysgd.torch.parts import Parts
 from raysgd.training.step import Step
 from tests.emulated import late_group
-from tests.emulated.late_device import DEVICE, stream
+from tests.emulated.late_device import DEVICE, module, stream
 from tests.emulated.late_stream import MOST_AHEAD
 from tests.emulated.on_late import Net, OnLate, rows
 from tests.faults import until
@@ -149,6 +151,58 @@ class LateNet(OnLate, Net):
     pass
 
 
+class Noted(LateNet):
+    """Notes what a step consists of."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        self.events: list[str] = []
+        super().setup(config)
+        self.register_data(train_loader=DataLoader(NotedRows(self.events), batch_size=8))
+        self.model.register_forward_pre_hook(lambda *_: self.events.append("forward"))
+        self.model[0].weight.register_hook(lambda _: self.events.append("backward"))
+        self.optimizer.register_step_post_hook(lambda *_: self.events.append("step"))
+
+
+class NotedRows(Dataset[Any]):
+    def __init__(self, events: list[str]) -> None:
+        self.rows, self.events = TensorDataset(*rows(28)), events  # the last batch is smaller
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 8 == 0:
+            self.events.append("read")
+        return self.rows[index]
+
+
+class NotedBatch(Noted):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return super().train_batch(batch, batch_info)
+
+
+READING: dict[str, tuple[type[Noted], TrainingOptions]] = {
+    "usual": (Noted, TrainingOptions()),
+    "own train_batch": (NotedBatch, TrainingOptions()),
+    "read_ahead=False": (Noted, TrainingOptions(read_ahead=False)),
+}
+
+
+def reading() -> dict[str, Any]:
+    """Return what steps consist of with the carrier of CUDA, and the largest difference of the weights."""
+    found, states = {}, []
+    for name, (operator, options) in READING.items():
+        with (
+            patch.object(replica, "make_carrier", prefetching if options.read_ahead else make_carrier),
+            TorchTrainer(training_operator_cls=operator, use_gpu=False, seed=1, options=options) as trainer,
+        ):
+            trainer.train()
+            trainer.train(num_steps=3)
+            found[name] = " ".join(trainer.get_local_operator().events)
+            states.append(state_of(trainer))
+    return {**found, "difference": max(float((states[0] - each).abs().max()) for each in states)}
+
+
 class LeftBehind(LateNet):
     """Adds a tensor that only its own code could move."""
 
@@ -220,6 +274,30 @@ def hung() -> dict[str, Any]:
         return {**found, "difference": float((held - state_of(trainer)).abs().max())}
 
 
+def copied_beside() -> dict[str, Any]:
+    """Save and copy a state while the device does nothing, and change the weights and a buffer afterwards."""
+    found: dict[str, Any] = {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.object(replica, "HostMemory", partial(HostMemory, cuda=module)),
+        TorchTrainer(training_operator_cls=LateNet, use_gpu=False, config=ADAM, seed=1) as trainer,
+    ):
+        trainer.train(num_steps=4)
+        operator, before, waits = trainer.get_local_operator(), state_of(trainer), stream.waits.copy()
+        stream.hold()
+        handle = trainer.save(Path(folder, "state.pt"), blocking=False)
+        copy = HostMemory(DEVICE, module).copy(packing.pack(operator.model.state_dict()))
+        for each in operator.model.state_dict().values():
+            each.add_(1)
+        found["waits"], found["done"] = dict(stream.waits - waits), handle.done()
+        stream.release()
+        with copy as (content,):
+            copied = torch.cat([each.flatten().double() for each in packing.unpack(content).values()])
+        found["copied"] = float((copied - before[: len(copied)]).abs().max())
+        trainer.load(handle.result(60))
+        return {**found, "saved": float((state_of(trainer) - before).abs().max())}
+
+
 def waiting() -> list[str]:
     """Return the stack of a rank that waits for the device's stream, which hangs, in raysgd's own function."""
     late_group.install()
@@ -256,6 +334,7 @@ def broken() -> dict[str, Any]:
 if __name__ == "__main__":
     # The device has no pinned memory, and its stream is none of torch's.
     prefetch._pinned, torch.Tensor.record_stream = lambda tensor: tensor, lambda *_: None  # type: ignore[method-assign]
+    host_memory._pinned = partial(torch.empty, dtype=torch.uint8)
     parts: dict[str, Any] = {"cases": {name: measured(name) for name in CASES}}
-    parts |= {part.__name__: part() for part in (moved, kept_buffers, hung, waiting, broken)}
+    parts |= {part.__name__: part() for part in (moved, kept_buffers, copied_beside, reading, hung, waiting, broken)}
     print(json.dumps(parts))

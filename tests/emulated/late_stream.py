@@ -29,6 +29,16 @@ def _as_torchs(function: Any) -> Any:
     return function
 
 
+class Event:
+    """A moment of the stream, for which another thread can wait."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+
+    def synchronize(self) -> None:
+        self.reached.wait()
+
+
 class Stream:
     """Runs what was launched, one after another, on a thread. Owns the counts and the device's error."""
 
@@ -94,8 +104,11 @@ class Stream:
     def wait_event(self, event: Any) -> None:
         """Do nothing: in one stream, what was launched before has been done before."""
 
-    def record_event(self) -> None:
-        """Return no event: nothing needs one."""
+    def record_event(self) -> Event:
+        """Return an event that is done when everything is that was launched before it."""
+        event = Event()
+        self._work.put((event.reached.set, 0))
+        return event
 
     def _raise_error(self) -> None:
         if self._error is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -54,7 +55,7 @@ class Hook:
 class Kill:
     """In step `step`, rank `rank` is killed at its call of this number and operation: "before" it, "in" it, when one peer at most has
     what it sends, or "after" it. Without an operation, it is killed `after_s` seconds after the step has begun. Without a step, it has
-    begun now."""
+    begun now. With a `file`, it waits for that before."""
 
     operation: str = "all_reduce"
     number: int = 0
@@ -62,10 +63,25 @@ class Kill:
     rank: int = 1
     step: int | None = 3
     after_s: float = 0.0
+    file: Path | None = None
+
+    def strike(self) -> None:
+        while self.file is not None and not self.file.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Mark(Kill):
+    """Where a kill would strike, this rank only makes the file."""
+
+    def strike(self) -> None:
+        assert self.file is not None
+        self.file.touch()
 
 
 class Deadly:
-    """Counts the calls of the kind, and kills this process."""
+    """Counts the calls of the kind, and lets the kill strike."""
 
     def __init__(self, kill: Kill) -> None:
         self._kill, self._left = kill, kill.number
@@ -73,7 +89,7 @@ class Deadly:
     def __call__(self, operation: str, place: str) -> None:
         if operation == self._kill.operation:
             if self._left == 0 and place == self._kill.place:
-                os.kill(os.getpid(), signal.SIGKILL)
+                self._kill.strike()
             self._left -= place == "after"
 
 

@@ -65,6 +65,24 @@ def test_buffers_are_kept_with_a_launch_for_each_type(found: dict[str, Any]) -> 
     assert found["kept_buffers"] == {"launches": 2, "sums": [0.0, 4.0, 0.0]}
 
 
+def test_the_next_batch_is_read_when_a_backward_pass_is_launched(found: dict[str, Any]) -> None:
+    """Not where code of the user runs after that; and the last batch of a call reads none."""
+    usual = "read forward backward read step forward backward read step forward backward"
+    in_turn = " ".join(["read forward backward step"] * 7)
+    own = "read read forward backward step read forward backward step"
+    end = "forward backward step"
+    assert found["reading"] == {
+        "usual": f"{usual} read step {end} {usual} step",
+        "own train_batch": f"{own} read {end} {end} {own} {end}",
+        "read_ahead=False": in_turn,
+        "difference": 0.0,
+    }
+
+
+def test_a_copy_of_the_state_waits_on_the_device_and_has_the_bits_of_its_step(found: dict[str, Any]) -> None:
+    assert found["copied_beside"] == {"waits": {}, "done": False, "copied": 0.0, "saved": 0.0}
+
+
 def test_one_worker_may_be_far_ahead_of_its_device(found: dict[str, Any]) -> None:
     """Without peers, no step can be cut off."""
     assert found["hung"]["committed"] > 20 and found["hung"]["done"] == 0

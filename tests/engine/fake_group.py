@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from raysgd.core.control import Control
 from raysgd.core.messages import ProgressReport, StackReport, StackRequest
 from raysgd.core.outcomes import CollectivePlace, Interrupted, Ok, Outcome
-from raysgd.core.progress import Control, Progress
+from raysgd.core.progress import Progress
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.workers.events import CallEnded, Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted

@@ -37,7 +37,7 @@ class World:
             look=lambda missing: None,
             look_at_once=lambda: None,
             dismiss_preempted=lambda draining: None,
-            gathered=lambda missing: False,
+            should_join=lambda missing: False,
             keep=lambda missing: None,
         )
         self.membership = Membership(

@@ -184,8 +184,8 @@ def spares(room: int, count: int) -> Scenario:
 def test_spares_are_ready_before_they_are_needed_and_are_started_again() -> None:
     scenario = spares(room=3, count=2)
     assert scenario.group.free == 1
-    assert not scenario.replacements.gathered(missing=0), "no rank waits for them"
-    assert scenario.replacements.gathered(missing=1)
+    assert not scenario.replacements.should_join(missing=0), "no rank waits for them"
+    assert scenario.replacements.should_join(missing=1)
     assert scenario.replacements.take(1) == ["w1"]
     assert scenario.group.dismissed == [], "the other one stays"
     scenario.after(1)
@@ -299,6 +299,6 @@ def test_a_worker_that_the_users_code_has_broken_is_no_failure(scenario: Scenari
     scenario.group.events += [WorkerEnded(worker, "its process ended with exit code 79")]
     scenario.table.pump(0)
     failure = scenario.table.failure_of(scenario.table[worker])
-    assert (failure.reason, failure.cause) == ("restart", "an error of the user's code has ended its process")
+    assert (failure.reason, failure.cause) == ("restart", "an error of user code has ended its process")
     scenario.table.dismiss(worker)
     assert scenario.table.gpu_failures.count([("node", "3")]) == 0 and not scenario.table.gpu_failures.suspected

@@ -9,8 +9,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from raysgd.core.control import report_interval_s
+from raysgd.core.messages import ProgressReport
 from raysgd.core.outcomes import CollectivePlace, Interrupted, WorkerFailed
-from raysgd.core.progress import Progress, report_interval_s
+from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.engine.call import FanOut
 from raysgd.engine.watchdog import ExtraCalls, Watchdog, ask
@@ -80,6 +82,23 @@ def test_the_answer_to_a_call_that_ctrl_c_has_ended_is_noted_and_not_kept(
     del value
     table.pump(0.0)
     assert kept() is None and (table["b"].progress.step, table["b"].is_exact) == (3, True)
+
+
+def test_no_rank_is_late_after_ctrl_c_because_the_driver_was_in_a_callback() -> None:
+    """The rank has answered meanwhile."""
+    now, group = [1000.0], FakeGroup(names="a", run=None)
+
+    def takes_long(info: Any) -> None:
+        now[0] += 6.0
+
+    table = WorkerTable(group, clock=lambda: now[0], on_progress=takes_long)  # type: ignore[arg-type]
+    table.enter_group(table.launch(1))
+    report = MessageReceived("a", ProgressReport(1, Progress(step=1)))
+    happens = [KeyboardInterrupt, [report], [CallEnded("a", 1, Ok())]]
+    group.poll = MagicMock(side_effect=happens)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        fans_out(table)
+    assert group.killed == []
 
 
 class Watched:

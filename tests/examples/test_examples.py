@@ -10,23 +10,29 @@ import pytest
 from tests.background import Background
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+DEMO = "demo.py"  # a module of the library
 # Scripts for Ray 1.x, and what they become: looked at below.
 MIGRATED = {"migrate_v1_before.py", "migrate_v1_after.py"}
-SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in MIGRATED)
+SCRIPTS = [DEMO, *sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in MIGRATED)]
 # Those that start Ray: the first one that a reader runs, and those that say how.
-ALONE = {"quickstart.py", "ray_data.py", "tune_grid.py"}
+ALONE = {DEMO, "ray_data.py", "tune_grid.py"}
 TRAIN_SAMPLES = 1437
+
+
+def path_of(name: str) -> Path:
+    return EXAMPLES.parent / "raysgd" / name if name == DEMO else EXAMPLES / name
 
 
 def run(background: Background, name: str) -> str:
     if missing(name):
         return "not run"
-    return printed(background, EXAMPLES / name, connected=name not in ALONE)
+    command = ["-m", "raysgd.demo"] if name == DEMO else [str(path_of(name))]
+    return printed(background, *command, connected=name not in ALONE)
 
 
-def printed(background: Background, script: Path, *, connected: bool) -> str:
-    done = background.run(str(script), "--smoke", connected=connected)
-    assert done.returncode == 0, f"{script.name} failed:\n{done.stdout}\n{done.stderr}"
+def printed(background: Background, *command: str, connected: bool) -> str:
+    done = background.run(*command, "--smoke", connected=connected)
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
@@ -41,7 +47,7 @@ def loss_falls(output: str) -> None:
     assert losses[-1] < 0.8 * losses[0], output
 
 
-def quickstart(output: str) -> None:
+def demo(output: str) -> None:
     rows = [line.split() for line in output.splitlines() if re.match(r"\s+\d+\s+\d+\s", line)]
     assert [row[0] for row in rows] == ["1", "2", "3"], output
     assert all(int(row[1]) == TRAIN_SAMPLES for row in rows), output
@@ -194,7 +200,7 @@ LAST: dict[str, dict[str, tuple[float, float]]] = {
 CHECKS: dict[str, Callable[[str], None]] = {
     f"{check.__name__}.py": check
     for check in (
-        quickstart,
+        demo,
         ray_data,
         webdataset_files,
         linear_regression,
@@ -219,7 +225,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
 
 def missing(name: str) -> list[str]:
     """What an example needs that is not installed here."""
-    text = (EXAMPLES / name).read_text(encoding="utf-8")
+    text = path_of(name).read_text(encoding="utf-8")
     operators = re.findall(r"raysgd\.operators\.(\w+) import", text)
     text += "".join((EXAMPLES.parent / f"operators/{each}.py").read_text(encoding="utf-8") for each in operators)
     packages = ["tensorflow", "keras", "mlflow", "tensorboard", "torchmetrics", "pytorch_lightning"]
@@ -232,7 +238,7 @@ def missing(name: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.script(run=run)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "quickstart.py" else pytest.mark.nightly) for name in SCRIPTS]
+    "name", [pytest.param(name, marks=[] if name == DEMO else pytest.mark.nightly) for name in SCRIPTS]
 )
 def test_example(name: str, outcome: Callable[[], str]) -> None:
     if missing(name):
@@ -258,7 +264,7 @@ def migrated(background: Background) -> str:
     script = background.folder() / "migrated.py"
     before = (EXAMPLES / "migrate_v1_before.py").read_text(encoding="utf-8")
     script.write_text(before.replace("ray.util.sgd", "raysgd"), encoding="utf-8")
-    return printed(background, script, connected=False)
+    return printed(background, str(script), connected=False)
 
 
 def test_migrating_is_one_replacement() -> None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 from unittest.mock import patch
@@ -23,18 +23,18 @@ import torch
 import torch.distributed as dist
 from ray import cloudpickle
 
-from raysgd.config import ElasticConfig, Limits
 from raysgd.core.lease import Lease
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.outcomes import Outcome
 from raysgd.engine.engine import Engine
 from raysgd.torch.foreign import run_after_backward
 from raysgd.torch.strategies import Strategy
-from raysgd.torch.trainer import choose_strategy, make_engine
+from raysgd.torch.trainer import choose_strategy
 from raysgd.torch.wrapping import Exchange
-from raysgd.training.named import NamedRun, checked_name
-from raysgd.training.replica_base import ReplicaBase
+from raysgd.training.description import RunDescription, make_engine
+from raysgd.training.named import NamedRun
 from raysgd.training.snapshots import LOADED_S, Snapshotter
+from raysgd.training.user_functions import notice_preemption
 from raysgd.workers.calls import with_value
 from raysgd.workers.replica_host import ReplicaHost
 from tests.local.tasks import Task, current
@@ -240,7 +240,7 @@ class Cluster:
         Cluster.running = self
         self.replace(
             {
-                "raysgd.torch.trainer.make_engine": self._make_engine,
+                "raysgd.training.description.make_engine": self._make_engine,
                 "raysgd.training.trainer_base.pack": lambda value: value,
                 "raysgd.torch.trainer.choose_strategy": self._strategy,
                 "torch.distributed.is_initialized": lambda: self._has_group(),
@@ -257,17 +257,26 @@ class Cluster:
                 "torch.distributed.scatter_object_list": self._scatter,
             }
         )
+
         # In the rank's own turn, instead of a thread of its own.
-        sent = lambda self, message, content: self._control.upload(message, *content)  # noqa: E731
+        def sent(snapshotter: Any, message: SnapshotUpload, copied: Any, size: int) -> None:
+            with copied as buffers:
+                snapshotter._control.upload(message, *buffers)
+
         self._stack.enter_context(patch.object(Snapshotter, "send", sent))
         threads = torch.get_num_threads()
         self._stack.callback(torch.set_num_threads, threads)
         torch.set_num_threads(1)
         return self
 
-    def left_alone(self) -> AbstractContextManager[Any]:
-        """Return a context in which the worker of a new trainer is this process."""
-        return patch.multiple("raysgd.torch.trainer", make_engine=make_engine, choose_strategy=choose_strategy)
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Let the worker of a new trainer be this process."""
+        with (
+            patch("raysgd.training.description.make_engine", make_engine),
+            patch("raysgd.torch.trainer.choose_strategy", choose_strategy),
+        ):
+            yield
 
     def replace(self, given: dict[str, Any]) -> None:
         """Replace what has these names, until the context ends."""
@@ -283,10 +292,9 @@ class Cluster:
     def _strategy(self, *_: Any, **__: Any) -> Strategy:
         return Strategy(make_backend=SimBackend, make_exchange=lambda: Mean(self), wraps=False)
 
-    def _make_engine(
-        self, factory: Any, calls: Any, resources: Any, elastic: ElasticConfig, limits: Limits, hook: Any, *others: Any
-    ) -> Engine:
-        plan, world, named = self._plan, self.world, checked_name(*others[-2:])
+    def _make_engine(self, described: RunDescription, calls: Any) -> Engine:
+        plan, world, named = self._plan, self.world, described.named
+        factory, elastic, limits = described.factory, described.settings.elastic, described.limits
         plan.__dict__.update(elastic=elastic, limits=limits, orphan_s=named[1] if named else 0.0)
         before = self._group if named else None
         self._group = group = LocalGroup(world, plan, Unchecked(), self._schedule, before)
@@ -299,8 +307,8 @@ class Cluster:
             group,
             SimBackend(world, group.network, in_place=True, **times),
             factory,
-            hook=hook,
-            notice=ReplicaBase.notice_preemption,
+            hook=described.hook,
+            notice=notice_preemption,
             target=factory.settings.num_workers,
             elastic=elastic,
             limits=limits,

@@ -36,8 +36,8 @@ def train(
         if rows is not None:
             cluster.replace(
                 {
-                    "raysgd.torch.trainer.SharedRowReaders": lambda key: rows,
-                    "raysgd.torch.trainer.local_row_reader": rows,
+                    "raysgd.torch.setup.SharedRowReaders": lambda key: rows,
+                    "raysgd.torch.setup.local_row_reader": rows,
                 }
             )
         with TorchTrainer(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,12 @@ from tests.local.group import Cluster
 from tests.tiers import NIGHTLY
 
 ROWS = 14
+BREAKS = 2  # the batch of an epoch in which "break" raises an error
 SEEDS = range(1000 if NIGHTLY else 40)
 CALLS = (
     *("validate", "validate some", "test", "predict", "halve", "move", "workers", "plateau"),
-    *("save", "load", "state_dict", "raise", "resize"),
+    *("save", "load", "state_dict", "raise", "resize", "fewer", "break", "break one"),
+    *("fail in training", "fail in validation"),
 )
 
 
@@ -40,13 +43,18 @@ class Killed(BaseException):
 
 @dataclass
 class Kills:
-    """Counts the points that workers reach. At each of those in `at`, this happens: a rank is killed, "all" or the "script"."""
+    """Counts the points that workers reach. At each of those in `at`, this happens: a rank is killed, "all", the worker that is
+    "here", or the "script"."""
 
     at: dict[int, Any] = field(default_factory=dict)
+    everywhere: bool = True
     points: int = 0
     script: bool = False
 
-    def point(self) -> None:
+    def point(self, *, beside: bool = False) -> None:
+        """Come to a point; `beside` batches and functions, only if it counts `everywhere`."""
+        if beside and not self.everywhere:
+            return
         cluster = Cluster.running
         self.points += 1
         what = self.at.pop(self.points, None)
@@ -54,7 +62,9 @@ class Kills:
             self.script = True
         elif what is not None:
             here = cluster.here
-            dying = [each for each in cluster.workers if what == "all" or each.host.rank == what % len(cluster.workers)]
+            dying = [each for each in cluster.workers if what == "all" or each is here]
+            if isinstance(what, int):
+                dying = [each for each in cluster.workers if each.host.rank == what % len(cluster.workers)]
             for worker in dying:
                 if worker is not here:
                     worker.die("SIGKILL")
@@ -85,6 +95,7 @@ class Counter(Callback):
 
 class Curve(TrainingOperator):
     def setup(self, config: dict[str, Any]) -> None:
+        point(beside=True)
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
@@ -100,17 +111,23 @@ class Curve(TrainingOperator):
         held_out = DataLoader(data, batch_size=3)
         self.register_data(train_loader=loader, validation_loader=held_out, test_loader=held_out)
         self.seen: list[list[int]] = []
+        self.drawn: dict[int, set[int]] = {}  # of batches whose step has not been made
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        fail(batch_info)
         point()
-        rows = sorted(row for part in Cluster.running.together(batch[0].tolist()) for row in part)
-        result = super().train_batch(batch[1:], batch_info)
-        if not self.seen or self.seen[-1][0] != self.global_step:
-            self.seen.append([self.global_step])
-        self.seen[-1] = [self.global_step, *sorted({*self.seen[-1][1:], *rows})]
-        return result
+        rows = [row for part in Cluster.running.together(batch[0].tolist()) for row in part]
+        if batch_info["epoch_batch"] == BREAKS and batch_info["part"] in batch_info.get("breaks", ()):
+            raise ZeroDivisionError
+        self.drawn.setdefault(self.global_step, set()).update(rows)
+        return super().train_batch(batch[1:], batch_info)
+
+    def on_step(self, info: dict[str, Any]) -> None:
+        self.seen += [[step, *sorted(rows)] for step, rows in sorted(self.drawn.items())]
+        self.drawn = {}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        fail(batch_info)
         point()
         return super().validate_batch(batch[1:], batch_info)
 
@@ -119,14 +136,29 @@ class Curve(TrainingOperator):
         return self.model(batch[1])
 
     def state_dict(self) -> Any:
+        point(beside=True)
         return [list(each) for each in self.seen]
 
     def load_state_dict(self, state_dict: Any) -> None:
-        self.seen = [list(each) for each in state_dict]
+        self.seen, self.drawn = [list(each) for each in state_dict], {}
 
 
-def point() -> None:
-    Cluster.running.notes[0].point()
+def point(*, beside: bool = False) -> None:
+    Cluster.running.notes[0].point(beside=beside)
+
+
+class Mistake(Exception):
+    """Raised by the user's code."""
+
+
+def fail(batch_info: dict[str, Any]) -> None:
+    if batch_info.get("fails") and batch_info["batch_idx"] == 2:  # where a window begins
+        raise Mistake
+
+
+def failing_in(call: Callable[..., Any], *given: Any, **more: Any) -> None:
+    with contextlib.suppress(Mistake):  # the rest of an epoch may be shorter
+        call(*given, info={"fails": True}, **more)
 
 
 def halve(operator: Any) -> None:
@@ -152,6 +184,11 @@ def failing(trainer: TorchTrainer) -> None:
         trainer.apply_all_operators(fails)
 
 
+def breaking(trainer: TorchTrainer, parts: Sequence[int]) -> None:
+    with contextlib.suppress(ZeroDivisionError):
+        trainer.train(max_retries=-1, info={"breaks": list(parts)})
+
+
 @dataclass
 class Script:
     """What a seed draws: the trainer, the calls of each body of two loops, and the kills."""
@@ -173,21 +210,23 @@ class Script:
         self.grow = draw.random() < 0.5
         self.limit = draw.choice([None, None, 3]) if self.exact else None
         self.loops = [(draw.randint(1, 3), self._body(draw)) for _ in range(2)]
-        kinds = [0, 1, "all", "all", "script"]
+        kinds = [0, 1, "here", "all", "all", "script"]
         if self.every is None:
-            kinds.remove("script")  # without snapshots, a state that was loaded is lost with all workers
+            kinds.remove("script")
         # Averages lack what a worker that fails, or the step in which a script with a name ends, has not reported yet.
         self.averages = draw.random() < 0.4 and self.exact and self.kept == "checkpoints"
         if self.averages:
             kinds = [None if self.every is None else "script"]
         self.best = draw.choice([None, "train_loss"]) if self.averages else None
         self.stops = draw.choice(["val_loss", "train_loss"]) if self.averages else "val_loss"
+        if self.kept != "checkpoints" and any("break" in call for _, body in self.loops for call in body):
+            kinds = [each for each in kinds if each != "script"]
         self.points = [(draw.random(), draw.choice(kinds)) for _ in range(draw.randint(1, 3))]
 
     def _body(self, draw: random.Random) -> list[str]:
         calls = [call for call in CALLS if call != "plateau" or self.freq == "manual"]
-        if self.limit is not None or self.saves != "epoch":
-            calls.remove("resize")  # the steps of windows and limits are those of the workers
+        if self.every is None:
+            calls.remove("load")  # without snapshots, a state that was loaded is lost with all workers
         before, after = draw.choices(calls, k=draw.randint(0, 2)), draw.choices(calls, k=draw.randint(0, 3))
         return [*before, "train", *after] if draw.random() < 0.8 else []  # of fit()
 
@@ -228,7 +267,12 @@ class Script:
             "load": lambda: trainer.load(folder / "first.pt"),
             "state_dict": trainer.state_dict,
             "raise": lambda: failing(trainer),
+            "fail in training": lambda: failing_in(trainer.train, self.limit, max_retries=-1),
+            "fail in validation": lambda: failing_in(trainer.validate),
             "resize": lambda: trainer.resize(self.workers),
+            "fewer": lambda: trainer.resize(max(1, self.workers - 1)),
+            "break": lambda: breaking(trainer, range(self.workers)),
+            "break one": lambda: breaking(trainer, [0]),
         }
         if not (folder / "first.pt").exists():
             trainer.save(folder / "first.pt")
@@ -319,7 +363,47 @@ FOUND: dict[str, tuple[list[tuple[int, list[str]]], dict[str, Any], dict[int, An
         {"kept": "name"},
         {10: "script"},
     ),
+    "a call that failed in training let all calls after it be made twice": (
+        [(1, ["fail in training", "halve", "train", "train"])],
+        {"kept": "name"},
+        {8: "script"},
+    ),
+    "a call that failed in training was made again": (
+        [(1, ["fail in training", "halve", "train"])],
+        {"kept": "name", "limit": 3},
+        {7: "script"},
+    ),
+    "all workers failed after a call that failed in training, and its steps were lost": (
+        [(1, ["fail in training", "train"])],
+        {"limit": 3},
+        {8: "all"},
+    ),
     "a trainer with checkpoints took no workers over": ([(2, ["train"])], {"kept": "both"}, {12: "script"}),
+    "a call that an error had ended was trained to the end of its epoch when it was made again": (
+        [(1, ["break", "train"])],
+        {"workers": 1},
+        {5: "all"},
+    ),
+    "a call that was made again had checkpoints of the call after it": (
+        [(2, ["break one", "train"])],
+        {"every": None, "limit": 3},
+        {14: "all"},
+    ),
+    "a failure while the first epoch began left numbers that it had drawn in the snapshot": (
+        [(1, ["train"])],
+        {"workers": 3, "everywhere": True},
+        {5: 0, 11: "all"},
+    ),
+    "a script that was killed after an error that it had caught took the next call for that with the error": (
+        [(1, ["fail in training", "train", "train"])],
+        {"kept": "name", "limit": 3},
+        {7: "script"},
+    ),
+    "a snapshot lacked that its batch was the last one of an epoch, and its schedule a step": (
+        [(1, ["fail in training", "train", "fail in training", "train"])],
+        {"every": 1, "limit": 3, "workers": 3, "accumulate": 2},
+        {24: "all"},
+    ),
     "a resumed epoch in which all workers failed lost its counts": ([(1, ["train"])], {}, {5: "script", 9: "all"}),
 }
 
@@ -330,4 +414,68 @@ def test_scripts_that_ended_otherwise(tmp_path: Path, name: str) -> None:
     script = Script(0)
     vars(script).update(PLAIN | given, loops=loops)
     expected = outcome(script, tmp_path / "undisturbed", Kills())
-    assert outcome(script, tmp_path / "disturbed", Kills(dict(kills))) == close(expected)
+    everywhere = given.get("everywhere", False)
+    assert outcome(script, tmp_path / "disturbed", Kills(dict(kills), everywhere)) == close(expected)
+
+
+def passing_on(trainer: TorchTrainer, fails: bool = False, error: type[Exception] | None = None) -> None:
+    """Validate also after an error of training, which is not caught."""
+    for _ in trainer.epochs(2):
+        try:
+            trainer.train(info={"fails": fails})
+        except Mistake as mistake:
+            trainer.validate()
+            raise (error or Mistake) from (mistake if error else None)
+        trainer.validate()
+
+
+def end_with(trainer: TorchTrainer) -> None:
+    with trainer:
+        passing_on(trainer, fails=True)
+
+
+def end_with_another_error(trainer: TorchTrainer) -> None:
+    with trainer:
+        passing_on(trainer, fails=True, error=ZeroDivisionError)
+
+
+def end_without(trainer: TorchTrainer) -> None:
+    try:
+        passing_on(trainer, fails=True)
+    except Mistake as error:
+        sys.last_value = error
+        trainer._at_exit()
+        raise
+
+
+def end_a_cell(trainer: TorchTrainer) -> None:
+    """The kernel is killed after the next one."""
+    try:
+        for _ in trainer.epochs(2):
+            trainer.train(info={"fails": True})
+    except Mistake as error:
+        sys.last_value = error
+    with trainer:
+        trainer.validate()
+        raise Killed
+
+
+@pytest.mark.parametrize("end", [end_with, end_with_another_error, end_without, end_a_cell])
+def test_an_error_that_has_ended_a_script_is_not_raised_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[TorchTrainer], None]
+) -> None:
+    """With repaired code, the next script trains the rest of the epoch."""
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    script, found = Script(0), []
+    vars(script).update(PLAIN | {"kept": "name"})
+    for ends in (None, end):
+        with Cluster() as cluster:
+            cluster.notes.append(Kills())
+            if ends is not None:
+                with pytest.raises((Mistake, ZeroDivisionError, Killed)):
+                    ends(script.trainer(tmp_path))
+            with script.trainer(tmp_path) as trainer:
+                passing_on(trainer)
+                found.append(state(trainer, script))
+    assert found[1][:2] == close(found[0][:2])
+    assert [row[:3] for row in found[1][2]] == [("validate", 1, 2), *[row[:3] for row in found[0][2]]]

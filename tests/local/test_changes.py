@@ -38,7 +38,7 @@ class Plateau(TrainingOperator):
 
     @property
     def _position(self) -> Any:
-        return self._feed.position
+        return self._internals.feed.position
 
 
 def all_die(place: Any) -> None:
@@ -153,3 +153,27 @@ def test_without_a_snapshot_such_a_function_is_not_called_again() -> None:
 
     found, _ = outcome(3, script, [Fault("kill", "before", 2)], every=None)
     assert found[1:] == (0.05, 0.0)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("every", ["epoch", None])
+def test_the_rank_whose_function_has_raised_an_error_fails_later(every: Any, trained: bool) -> None:
+    """The others are left with what their own calls of that function have done, until its error came."""
+
+    def function(operator: Any) -> None:
+        operator.optimizer.param_groups[0]["lr"] *= 0.5
+        if operator.world_rank == 2:
+            raise ZeroDivisionError
+        dist.barrier()
+
+    def script(trainer: TorchTrainer) -> None:
+        if trained:
+            trainer.train()
+        with pytest.raises(ZeroDivisionError):
+            trainer.apply_all_operators(function)
+        trainer.train()
+
+    expected, _ = outcome(3, script, every=every)
+    found, reasons = outcome(3, script, [Fault("kill", "state", 2)], every=every)
+    assert found[1:] == expected[1:] == (0.05, 0.0) and reasons == ["worker death"]
+    assert found[0] == pytest.approx(expected[0], rel=1e-9)

@@ -161,7 +161,9 @@ def test_weights_that_move_after_the_step_are_not_copied() -> None:
         with Cluster(), TorchTrainer(training_operator_cls=operator, num_workers=2, use_gpu=False) as run:
             run.train(num_steps=2)
             found = run.apply_all_operators(
-                lambda operator: [len(each._now) for each in operator._policies.every if isinstance(each, KeepWeights)]
+                lambda operator: [
+                    len(each._now) for each in operator._internals.policies.every if isinstance(each, KeepWeights)
+                ]
             )
             kept[operator] = found[0]
     assert kept == {Usual: [0], MomentumEncoder: [2]}

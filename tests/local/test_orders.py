@@ -14,7 +14,7 @@ from raysgd import ElasticConfig, TorchTrainer
 from raysgd.torch import TrainingOperator
 from tests.local.group import Cluster, Fault
 
-ROWS, EPOCHS = 18, 4
+ROWS, EPOCHS = 18, 6
 
 
 class Sampler(RandomSampler):
@@ -44,7 +44,9 @@ class Orders(TrainingOperator):
         self.seen: list[list[int]] = []
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        own = batch[0][:, 0].int().tolist() if self._feed.step.current.fresh else []  # and none that is repeated
+        own = (
+            batch[0][:, 0].int().tolist() if self._internals.feed.step.current.fresh else []
+        )  # and none that is repeated
         rows = [row for part in Cluster.running.together(own) for row in part]
         if not self.seen or len(self.seen[-1]) == ROWS:
             self.seen.append([])

@@ -208,17 +208,17 @@ def test_a_run_without_a_seed_says_once_that_numbers_are_drawn_anew(
         run.load(tmp_path / "one.pt")
         run.train(num_steps=1)
     with Cluster(), trainer(2, seed=seed) as run:
-        run.train(num_steps=1)
-        run.resize(1)
-        assert len([each for each in caplog.messages if "this run has no seed" in each]) == (seed is None)
         run.load(tmp_path / "one.pt")
         run.validate(num_steps=1)
         assert len([each for each in caplog.messages if "this run has no seed" in each]) == (seed is None)
         run.train(num_steps=1)
         run.train(num_steps=1)
+    with Cluster([Fault("kill", "reduced", rank=1, step=3)]), trainer(2, seed=seed) as run:
+        run.train()  # in which one worker draws for two
     said = [each for each in caplog.messages if "this run has no seed" in each]
-    assert [each.partition(", and")[0] for each in said] == (
-        ["new workers, or a new script, continue", "a state was loaded"] if seed is None else []
+    changed = "the workers or the script have changed"
+    assert [each.partition(" from here on ")[2] for each in said] == (
+        [f"({changed})", "(a state was loaded)", f"({changed})"] if seed is None else []
     )
 
 

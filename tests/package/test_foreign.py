@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,16 @@ def loader_iterators() -> None:
     torch_foreign.end_processes(None)
 
 
+def asked_ranks() -> None:
+    with torch_foreign.ranks_asked() as asked:
+        assert not asked
+        for read in (dist.get_rank, dist.get_world_size):
+            before = len(asked)
+            with suppress(ValueError):  # there is no process group here
+                read()
+            assert len(asked) > before
+
+
 def worker_info() -> None:
     info = torch_foreign.worker_info(id=3, num_workers=4, seed=0, dataset=None)
     with torch_foreign.worker_info_seen_as(info):
@@ -40,11 +51,11 @@ def worker_info() -> None:
 
 
 def process_group() -> None:
-    assert torch_foreign.collective_counter()() == torch_foreign.no_collectives() == -1
+    assert torch_foreign.collective_counters() == []
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert torch_foreign.groups() == [dist.group.WORLD]
-        count = torch_foreign.collective_counter()
+        (count,) = torch_foreign.collective_counters()
         before = count()
         dist.all_reduce(torch.ones(1))
         assert count() == torch_foreign.calls_made() == before + 1
@@ -192,6 +203,7 @@ def backward_callback() -> None:
 TORCH: list[Callable[[], None]] = [
     loader_iterators,
     worker_info,
+    asked_ranks,
     process_group,
     sharded_model,
     steps_without_hooks,
@@ -210,6 +222,26 @@ TORCH: list[Callable[[], None]] = [
 @pytest.mark.parametrize("check", TORCH, ids=lambda check: check.__name__)
 def test_torch_has_the_names(check: Callable[[], None]) -> None:
     check()
+
+
+# -- accelerate and transformers ----------------------------------------------------------------------
+
+
+def test_accelerate_has_the_names() -> None:
+    state = pytest.importorskip("accelerate.state")
+    state.GradientState()
+    assert state.PartialState(cpu=True).initialized
+    torch_foreign.reset_accelerate()
+    assert not state.PartialState._shared_state and not state.GradientState._shared_state
+
+
+@pytest.mark.parametrize("name", ["_load_from_checkpoint", "_load_best_model"])
+def test_transformers_has_the_names(name: str) -> None:
+    trainer = pytest.importorskip("transformers").Trainer
+    from raysgd.train.huggingface.foreign import WeightsInMemory
+
+    own, theirs = (getattr(kind, name).__code__ for kind in (WeightsInMemory, trainer))
+    assert theirs.co_varnames[: theirs.co_argcount] == own.co_varnames[: own.co_argcount]
 
 
 # -- TensorFlow and Keras ----------------------------------------------------------------------------

@@ -59,40 +59,6 @@ def test_links_of_the_readme_lead_to_the_web(wheel: Path) -> None:
     assert len(links) > 20 and all("".join(link).startswith("https://") for link in links)
 
 
-ASK = """
-    def module_file():
-        import raysgd
-        return raysgd.__file__
-
-    print("IMPORTED", module_file(), *trainer.apply_all_workers(module_file))
-"""
-
-
-@pytest.mark.more
-def test_the_installed_wheel_runs_the_example_of_the_readme(wheel: Path, tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(tmp_path / "installed"),
-    ]
-    subprocess.run([*install, str(wheel)], check=True, capture_output=True, timeout=240)
-    example = (ROOT / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
-    (tmp_path / "example.py").write_text(example + ASK, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
-    command = [sys.executable, "example.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (imported,) = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("IMPORTED")]
-    assert imported == [str(tmp_path / "installed" / "raysgd" / "__init__.py")] * 3
-    assert "epoch 3: loss" in done.stdout and (tmp_path / "digits.pt").stat().st_size > 10_000
-
-
 def test_operators_have_one_name_only() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import operators"], cwd=ROOT, capture_output=True, text=True, timeout=240

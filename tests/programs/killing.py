@@ -38,7 +38,7 @@ from tests.programs import by_hand
 __all__ = ["Kills", "Program", "flat", "note_steps", "steps", "with_hook"]
 
 LATER = 3  # steps, or calls of modules or Keras' callbacks in a validation, until a worker obeys
-NEEDS = {"text_classifier": "transformers", "keras_convnet": "tensorflow", "lightning_manual": "lightning"}
+NEEDS = {"text_classifier": "transformers", "keras_convnet": "tensorflow"}
 RETURNED = "returned.pt"
 TIME = struct.Struct("d")
 Results = tuple[
@@ -54,7 +54,7 @@ class Program:
         self.given: dict[str, Any] = {"workers": 2, "rows": 210, "batch": 32}
         if name != "keras_convnet":
             test = import_module(f"tests.programs.test_{name}")
-            self._loop = test.by_lightning if name == "lightning_manual" else test.loop
+            self._loop = test.loop
             self.given = {**(test.CONFIG if hasattr(test, "CONFIG") else test.SMALL), "workers": 2}
         self.given |= sizes
 

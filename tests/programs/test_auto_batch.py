@@ -1,5 +1,5 @@
 """With all defaults, workers that fail and are not replaced change nothing of what the programs learn; or the log says that they do, as
-for the DCGAN and the LightningModule with manual optimization, which use each sample once."""
+for the DCGAN and a LightningModule, which use each sample once."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -125,18 +125,18 @@ def rings(folder: Path) -> tuple[Any, dict[str, Any]]:
     return Rings, {BATCH_SIZE: 16, "rings": 120, "noise": 8, "width": 4, "lr": 0.002, "pictures": str(folder)}
 
 
-def coded_curves(folder: Path) -> tuple[Any, dict[str, Any]]:
+def net(folder: Path) -> tuple[Any, dict[str, Any]]:
     pytest.importorskip("lightning", reason="needs Lightning: pip install 'raysgd[lightning]'")
-    from examples.programs.lightning_manual import CodedCurves
+    from tests.torch.lightning.modules import Net
 
-    return TrainingOperator.from_ptl(CodedCurves), {"rows": 120, "batch": 4}
+    return TrainingOperator.from_ptl(Net), {"count": 120, "batch_size": 4}
 
 
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
         (rings, "a backward pass after a step, as in a GAN"),
-        (coded_curves, "a LightningModule makes its steps itself"),
+        (net, "a LightningModule makes its steps itself"),
     ],
 )
 def test_a_program_that_is_per_worker_uses_each_sample_once_and_the_log_says_so(

@@ -17,16 +17,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.elastic, pytest.mark.usefixtures("ra
 EPOCHS = 5
 FIRST = 2  # the epoch of the first kill: in the first step, raysgd looks at what the code does
 PROGRAMS = []
-for _name in ("gpt", "resnet", "text_classifier", "dcgan", "keras_convnet", "lightning_manual"):
+for _name in ("gpt", "resnet", "text_classifier", "dcgan", "keras_convnet"):
     lacking = _name in NEEDS and importlib.util.find_spec(NEEDS[_name]) is None
     PROGRAMS.append(
         pytest.param(_name, marks=[pytest.mark.nightly, pytest.mark.skipif(lacking, reason="not installed")])
     )
-
-
-@pytest.fixture(autouse=True)
-def variable_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # which its import sets
 
 
 @pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.more), *PROGRAMS[1:]])
@@ -40,10 +35,10 @@ def test_three_workers_are_killed_and_replaced(name: str, tmp_path: Path) -> Non
     history, weights = program.run_with(kills)
     assert len(set(kills.killed)) == 3 and kills.world_size == 2
     assert sum(bool(each.removed_ranks) for each in kills.recoveries) == 3
-    if name in ("dcgan", "lightning_manual"):
+    if name == "dcgan":
         assert kills.batch_mode == "per_worker"  # test_auto_batch.py has the line in the log, and counts each sample
-        rows = program.given["rings" if name == "dcgan" else "rows"]
-        assert [row["num_samples"] for row in history if row["kind"] == "train"] == [rows] * program.given["epochs"]
+        rings = program.given["rings"]
+        assert [row["num_samples"] for row in history if row["kind"] == "train"] == [rings] * program.given["epochs"]
         return
     assert kills.batch_mode == "parts"
     expected, others = program.run() if name == "keras_convnet" else program.run_by_hand()

@@ -17,9 +17,8 @@ RUNS = {
     "dcgan.py": ("--rings 500", "d_loss"),
     "text_classifier.py": ("--rows 300", "train_loss"),
     "keras_convnet.py": ("--rows 300", "train_loss"),
-    "lightning_manual.py": ("--rows 300", "train_loss"),
 }
-NEEDS = {"text_classifier.py": "transformers", "keras_convnet.py": "tensorflow", "lightning_manual.py": "lightning"}
+NEEDS = {"text_classifier.py": "transformers", "keras_convnet.py": "tensorflow"}
 
 
 def run(background: Background, name: str) -> tuple[str, list[str]]:

@@ -157,7 +157,7 @@ class Checker:
         if worker.group.stopped_at() is not None:  # its driver will find that it has failed
             self.schedule.disturbed(0.0, harmful=True)
         if self._plan.orphan_s and worker.host.holds_state:
-            since = worker.client.watch.since
+            since = worker.client.driver.since
             if since is None or worker.clock() < since + self._plan.orphan_s:
                 self.fail(f"{worker.name} ends itself too early")
             self.schedule.disturbed(0.0, harmful=True)  # what it had measured is lost
@@ -215,7 +215,6 @@ class Checker:
         if group.generation < self.newest:
             self.fail(f"{worker.name} trained in generation {group.generation}, but {self.newest} has formed")
         if group.generation not in self._began:
-            self._find_again(steps[:-1])
             self._begin(group, len(steps) - 1)
         number = len(steps)
         if number == len(self.truth) + 1 and list(steps[:-1]) == self.truth:
@@ -226,8 +225,10 @@ class Checker:
                 f"{worker.name} applied step {number} as {steps[-1]}, and others applied {self.truth[number - 1 :]}"
             )
 
-    def _find_again(self, steps: Sequence[Step]) -> None:
-        """Count the steps of workers that a driver had given up, if the next one continues from these."""
+    def taken_over(self, members: Sequence[Any]) -> None:
+        """Count the steps of workers that a driver had given up, if the next one continues from these. They may have ended the
+        call, and make no step more."""
+        steps = members[0].replica.steps
         if any(steps == each and self._is_beyond(name, each) for name, each in self._beyond.items()):
             self.applied_steps += len(steps) - len(self.truth)
             self.truth = list(steps)
@@ -302,8 +303,9 @@ class Checker:
             self.fail(f"the saved state lacks {len(self.truth) - len(steps)} steps, although no fault can be the cause")
 
     def copies(self, worker: Any, steps: Sequence[Step]) -> None:
-        """Check the state of which a checkpoint is made between two batches of a call."""
-        if list(steps) != self.truth[: len(steps)]:
+        """Check the state of which a checkpoint is made between two batches of a call. A worker that its driver has given up
+        may have applied steps beyond those."""
+        if steps != self.truth[: len(steps)] and steps != self._beyond.get(worker.name):
             self.fail(f"{worker.name} makes a checkpoint of other steps than those that are committed")
 
     def saved_within(self, state: Sequence[Step], contents: Contents, every: int) -> None:
@@ -317,10 +319,17 @@ class Checker:
             self.fail(
                 f"the checkpoint after step {step} has {measured.committed} samples of its call, and not {samples}"
             )
-        if self.schedule.calm and not self.schedule.ended and measured.metrics[NUM_SAMPLES] != samples:
+        if self.measures_all and not self.schedule.ended and measured.metrics[NUM_SAMPLES] != samples:
             self.fail(
                 f"the call had measured {measured.metrics[NUM_SAMPLES]} samples at the checkpoint, and not {samples}"
             )
+
+    @property
+    def measures_all(self) -> bool:
+        """Return whether a call has what all its steps measured. After the end of a script, it lacks that of workers which left
+        before, or of a step that an error ended."""
+        schedule, named = self.schedule, self._plan.orphan_s
+        return schedule.calm and not (named and (schedule.announced or schedule.ended or not self._plan.in_place))
 
     def loaded(self, steps: Sequence[Step], loads: int) -> None:
         """Note that the user has loaded a checkpoint on all ranks."""

@@ -1,23 +1,22 @@
 """Break what keeps a training alive without its driver, in named ways. The simulation must detect each of them.
 
-`python -m tests.simulation.driver_mutants` counts how many seeds each one needs."""
+detected.json has the number of seeds that each one needs."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from raysgd.core.lease import DriverWatch, Grant, Lease
+from raysgd.core.lease import Grant, Lease
 from raysgd.core.ranks import RankInfo
 from raysgd.engine import engine, generation
 from raysgd.engine.engine import Engine
 from raysgd.engine.generation import Generation
-from raysgd.workers.control_client import ControlClient
+from raysgd.workers.orphan import DriverContact
 from raysgd.workers.replica_host import ReplicaHost
 from tests.simulation.group import SimGroup
 from tests.simulation.seeds import simulate
@@ -98,46 +97,42 @@ def keep_no_record(patch: Patch) -> None:
 
 @mutant
 def wait_for_a_driver_for_ever(patch: Patch) -> None:
-    original = DriverWatch.look
-
-    def look(self: DriverWatch, now: float, *, holds_state: bool) -> Any:
-        due = original(self, now, holds_state=holds_state)
-        return "" if due == "end" and self.since != now and self.orphan_s else due
-
-    patch.setattr(DriverWatch, "look", look)
+    original = DriverContact._give_up
+    patch.setattr(DriverContact, "_give_up", lambda self: None if self._orphan_s else original(self))
 
 
 @mutant
 def end_with_the_driver(patch: Patch) -> None:
-    original = DriverWatch.look
+    original = DriverContact.look
 
-    def look(self: DriverWatch, now: float, *, holds_state: bool) -> Any:
-        return original(self, now, holds_state=False)
+    def look(self: DriverContact, now: float, *, holds_state: bool) -> None:
+        original(self, now, holds_state=False)
 
-    patch.setattr(DriverWatch, "look", look)
+    patch.setattr(DriverContact, "look", look)
 
 
 @mutant
 def never_notice_a_silent_driver(patch: Patch) -> None:
-    original = DriverWatch.look
+    original = DriverContact.look
 
-    def look(self: DriverWatch, now: float, *, holds_state: bool) -> Any:
-        return original(self, now, holds_state=holds_state) if self.has_ended else ""
+    def look(self: DriverContact, now: float, *, holds_state: bool) -> None:
+        if self.has_ended:
+            original(self, now, holds_state=holds_state)
 
-    patch.setattr(DriverWatch, "look", look)
+    patch.setattr(DriverContact, "look", look)
 
 
 @mutant
 def wait_for_peers_that_have_stopped(patch: Patch) -> None:
     """Orphans stay in their process group for good."""
-    original = ControlClient.look
+    original = DriverContact.look
 
-    def look(self: ControlClient, watch: DriverWatch) -> None:
-        watch.lingers = False
-        original(self, watch)
-        watch.lingers = False
+    def look(self: DriverContact, now: float, *, holds_state: bool) -> None:
+        self._lingers = False
+        original(self, now, holds_state=holds_state)
+        self._lingers = False
 
-    patch.setattr(ControlClient, "look", look)
+    patch.setattr(DriverContact, "look", look)
 
 
 # -- the takeover -------------------------------------------------------------------------------------
@@ -202,8 +197,3 @@ def take_no_snapshot_in_a_takeover(patch: Patch) -> None:
 def forget_earlier_recoveries(patch: Patch) -> None:
     original = Engine.attach
     patch.setattr(Engine, "attach", lambda self, *, recoveries, **given: original(self, recoveries=[], **given))
-
-
-if __name__ == "__main__":
-    for each in sys.argv[1:] or MUTANTS:
-        print(f"{seeds_needed(each, 2000)}  {each}", flush=True)

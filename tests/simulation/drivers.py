@@ -293,6 +293,8 @@ class NamedScript(Script):
             self._begin_again()
         elif len(self.engine.recoveries) != len(self._recoveries) + 1:
             raise Violation(f"after a takeover, the recoveries are {self.engine.recoveries}")
+        else:
+            self.checker.taken_over([self.group.workers[name] for name in self.engine._table.members()])
         machines_at = max((1000.0 + when for when, _ in self.plan.later), default=0.0)
         # Workers that have heard an earlier driver, which returned and was stopped again, are not orphans before.
         heard_until = max(each.silent_from for each in self.drivers.all) + LEASE_S

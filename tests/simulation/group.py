@@ -14,15 +14,17 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from raysgd.core.lease import LEASE_S, RENEW_EVERY_S, WITNESSED_S, DriverWatch
+from raysgd.core.control import Control
+from raysgd.core.lease import LEASE_S, RENEW_EVERY_S, WITNESSED_S
 from raysgd.core.messages import Message, PreemptionNotice, ProgressReport, SnapshotUpload
 from raysgd.core.outcomes import GpuFault, Outcome, WorkerFailed
-from raysgd.core.progress import Control, Progress
+from raysgd.core.progress import Progress
 from raysgd.errors import SupersededError
 from raysgd.workers.calls import SMALL, Blob
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.keeper import RENEWALS
+from raysgd.workers.orphan import DriverContact
 from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.worker_group import Room
 from tests.simulation.network import DRIVER, Link, Network, ProcessGroup, SimBackend
@@ -65,19 +67,24 @@ class SimClient(ControlClient):
 
     def __init__(self, worker: Worker) -> None:
         self._worker_process, self._worker = worker, worker.name
-        self.waited_on: Any = None
         self._abort, self._open = worker.backend.abort, True
         self._writable: Any = SimpleNamespace(select=lambda timeout: not worker.loses)
         self.generation = self.call = -1
         self._call_lock = threading.Lock()
         self.control = Control(self._publish, clock=worker.clock, changed=Condition(worker))  # type: ignore[arg-type]
-        self.calls: Any = SimpleNamespace(put=lambda message: worker.free())
+        self.meet_driver()
+
+    def meet_driver(self) -> None:
+        worker = self._worker_process
+        ways = {"stop": self.control.interrupt, "leave": self._abort, "end": worker.end_orphan}
+        self.driver = DriverContact(worker.group.plan.orphan_s, worker.clock(), **ways)
+        self.driver.calls = SimpleNamespace(put=lambda message: worker.free())  # type: ignore[assignment]
 
     def receive(self, message: Message) -> None:
         worker, before = self._worker_process, self.control.interrupted
         worker.strike("message")
         if worker.alive:
-            self.watch.heard(worker.clock())
+            self.driver.heard(worker.clock())
             self._handle(message)
             worker.checker.received(worker, message, interrupted=self.control.interrupted and not before)
 
@@ -87,12 +94,6 @@ class SimClient(ControlClient):
 
     def _send(self, message: Message) -> None:
         self._worker_process.send(message)
-
-    def _end(self) -> None:
-        self._worker_process.end_orphan()
-
-    def _clock(self) -> float:
-        return self._worker_process.clock()
 
     def _publish(self, progress: Progress, partial: dict[str, Any] | None) -> None:
         self._send(ProgressReport(self.call, progress, partial))  # without `brief`, because all metrics are numbers
@@ -134,8 +135,6 @@ class Worker(Process):
         )
         self.host = ReplicaHost(self.backend, self.client.control, remote=False)
         self.host.fault_in = fault_in
-        self.client.holds_state = lambda: self.host.holds_state
-        self.client.watch = DriverWatch(plan.orphan_s, self.world.now)
         self.term = group.term
         self._adopters: list[SimGroup] = []
         self.replica: SimReplica | None = None
@@ -184,7 +183,7 @@ class Worker(Process):
         self._to_driver.send(partial(self.group.emit, WorkerStarted(self.name, self.node.name, 1, gpus=(self.gpu,))))
         while True:
             while not self._calls:
-                if self._adopters and self.client.watch.since is not None:
+                if self._adopters and self.client.driver.since is not None:
                     self._adopted_by(self._adopters.pop(0))
                     continue
                 self._idle = Wake(self)
@@ -215,32 +214,32 @@ class Worker(Process):
 
     def driver_ended(self, group: SimGroup) -> None:
         """See the end of this driver's connection."""
-        if self.alive and self.group is group and not self.client.watch.has_ended:
-            self.client.watch.has_ended = True
+        if self.alive and self.group is group and not self.client.driver.has_ended:
+            self.client.driver.has_ended = True
             self._calls.clear()
             if self._plan.orphan_s:
                 self.at(self.world.between(0.001, 0.02), partial(self._witness, self.group))
-            self._look(self.client.watch)
+            self._look(self.client.driver)
 
     def driver_stopped(self) -> None:
         """Hear nothing more of the driver."""
-        self.at(LEASE_S, partial(self._look, self.client.watch))
+        self.at(LEASE_S, partial(self._look, self.client.driver))
 
-    def _look(self, watch: DriverWatch) -> None:
+    def _look(self, driver: DriverContact) -> None:
         """Be the control thread, which looks now and then at when it has last heard of the driver."""
-        if watch is not self.client.watch:
+        if driver is not self.client.driver:
             return
         stopped_at = self.group.stopped_at()
-        if not watch.has_ended and stopped_at is None:  # then it says that it lives
-            watch.heard(self.clock())
+        if not driver.has_ended and stopped_at is None:  # then it says that it lives
+            driver.heard(self.clock())
             return
-        if stopped_at is not None and not watch.has_ended:
-            watch.heard_at = stopped_at + self.ahead_s
-        self.client.look(watch)
-        if self.alive and watch.since is not None:
+        if stopped_at is not None and not driver.has_ended:
+            driver.heard_at = stopped_at + self.ahead_s
+        driver.look(self.clock(), holds_state=self.host.holds_state)
+        if self.alive and driver.since is not None:
             self.strike("orphan")
         if self.alive:
-            self.at(0.5, partial(self._look, watch))
+            self.at(0.5, partial(self._look, driver))
 
     def _witness(self, group: SimGroup) -> None:
         group.keeper.witness(group.term, self.world.now)
@@ -268,7 +267,7 @@ class Worker(Process):
             return
         before, self.group, self.term = self.group, group, group.term
         before.emit(WorkerEnded(self.name, "another driver has taken it over", "takeover"))
-        self.client.watch = DriverWatch(self._plan.orphan_s, self.clock())
+        self.client.meet_driver()
         self.was_given_up = self.was_given_up or self.lost or self.given_up
         self.client.call, self.lost, self.given_up = -1, False, False
         if self.announced_at is not None:  # its driver does not know since when
@@ -415,9 +414,9 @@ class Worker(Process):
     def _wait_in(self, transfer: SimTransfer, wake: Wake) -> None:
         """Wait on the main task until something has moved, or the connection has ended."""
         transfer.ends.append(wake)
-        self.client.waited_on = SimpleNamespace(shutdown=lambda how: wake("shut down"))
+        self.client.driver.waited_on = SimpleNamespace(shutdown=lambda how: wake("shut down"))
         ended = wake.wait()
-        self.client.waited_on = None
+        self.client.driver.waited_on = None
         if ended:
             raise ConnectionError("the connection was shut down")
 
@@ -426,8 +425,8 @@ class Worker(Process):
 
     def ask(self, call: int, generation: int, verb: str, arguments: dict[str, Any], group: SimGroup) -> None:
         def arrive() -> None:
-            if group is self.group and not self.client.watch.has_ended:
-                self.client.watch.heard(self.clock())
+            if group is self.group and not self.client.driver.has_ended:
+                self.client.driver.heard(self.clock())
                 self._calls.append((call, generation, verb, arguments))
                 self.free()
 

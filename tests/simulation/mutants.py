@@ -1,11 +1,10 @@
 """Break the recovery protocol in named ways. The simulation must detect each of them.
 
-Each function breaks one thing with monkeypatch; its name says what. `python -m tests.simulation.mutants` counts how many
-seeds each one needs."""
+Each function breaks one thing with monkeypatch; its name says what. detected.json has the
+number of seeds that each one needs."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,10 +12,11 @@ from typing import Any
 import pytest
 
 from raysgd.core import metrics, policy
+from raysgd.core.control import Control
 from raysgd.core.gpu_failures import GpuFailures
 from raysgd.core.messages import Interrupt, ProgressReport, ProposeBoundary
 from raysgd.core.policy import PLANNED, Observation
-from raysgd.core.progress import Control, Progress
+from raysgd.core.progress import Progress
 from raysgd.core.sampling_plan import RankPart, SamplingPlan
 from raysgd.core.snapshot import Snapshot, SnapshotStore
 from raysgd.engine import boundary, engine, generation, membership, recovery, watchdog
@@ -68,11 +68,11 @@ def skip_the_agreement_on_state(patch: Patch) -> None:
 
 @mutant
 def discard_the_most_advanced_state(patch: Patch) -> None:
-    def least_advanced(progress: dict[str, Progress]) -> str:
-        return min(progress, key=lambda worker: progress[worker].order)
+    def least_advanced(progress: dict[str, Progress], snapshot: Any = None) -> str | None:
+        return min(progress, key=lambda worker: progress[worker].order, default=None)
 
-    patch.setattr(generation, "most_advanced", least_advanced)
-    patch.setattr(recovery, "most_advanced", least_advanced)
+    patch.setattr(generation, "newest_state", least_advanced)
+    patch.setattr(recovery, "newest_state", least_advanced)
 
 
 @mutant
@@ -185,7 +185,7 @@ def accept_any_call_in_an_undefined_state(patch: Patch) -> None:
 
 @mutant
 def pass_on_an_undefined_state(patch: Patch) -> None:
-    patch.setattr(SimReplica, "progress", property(lambda self: self._position.progress(self._control.phase)))
+    patch.setattr(SimReplica, "progress", property(lambda self: self._position.progress(self.control.phase)))
 
 
 # -- generations and members --------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def tell_of_a_preemption_twice(patch: Patch) -> None:
     def not_notified(self: Membership) -> Any:
         return {info: leaver for info, leaver in self._leavers().items() if leaver.reason == "preemption"}
 
-    patch.setattr(Membership, "_not_notified", not_notified)
+    patch.setattr(Membership, "_find_unnotified", not_notified)
 
 
 @mutant
@@ -333,14 +333,14 @@ def announce_a_preemption_to_all(patch: Patch) -> None:
     def not_notified(self: Membership) -> Any:
         if not self._leavers() or any(leaver.notified for leaver in self._leavers().values()):
             return {}
-        for worker in self._staying():
+        for worker in self._find_staying():
             self._table.set_leaver(worker, Leaver("preemption"))
         return self._leavers()
 
-    patch.setattr(Membership, "_not_notified", not_notified)
+    patch.setattr(Membership, "_find_unnotified", not_notified)
 
 
-# -- failures, hangs and errors of the user's code ----------------------------------------------------
+# -- failures, hangs and errors of user code ----------------------------------------------------
 
 
 @mutant
@@ -435,7 +435,7 @@ def lose_the_metrics_of_a_part(patch: Patch) -> None:
 
 @mutant
 def count_work_that_is_redone(patch: Patch) -> None:
-    patch.setattr(Engine, "_still_counting", lambda self, parts, revived, running: parts)
+    patch.setattr(Engine, "_drop_repeated_work", lambda self, parts, revived, running: parts)
 
 
 @mutant
@@ -466,24 +466,24 @@ def keep_no_snapshot(patch: Patch) -> None:
 
 @mutant
 def use_late_replies(patch: Patch) -> None:
-    original = WorkerTable._call_ended
+    original = WorkerTable._note_call_end
 
     def call_ended(self: WorkerTable, info: WorkerInfo, event: Any) -> None:
         original(self, info, replace(event, call=info.last_call))
 
-    patch.setattr(WorkerTable, "_call_ended", call_ended)
+    patch.setattr(WorkerTable, "_note_call_end", call_ended)
 
 
 @mutant
 def let_old_progress_replace_new(patch: Patch) -> None:
-    original = WorkerTable._message_received
+    original = WorkerTable._receive_message
 
     def received(self: WorkerTable, info: WorkerInfo, message: Any) -> None:
         if isinstance(message, ProgressReport):
             message = replace(message, call=info.last_call, progress=replace(message.progress, step=0))
         original(self, info, message)
 
-    patch.setattr(WorkerTable, "_message_received", received)
+    patch.setattr(WorkerTable, "_receive_message", received)
 
 
 @mutant
@@ -546,10 +546,12 @@ def divide_an_epoch_among_too_few_ranks(patch: Patch) -> None:
 
 @mutant
 def count_repeated_samples(patch: Patch) -> None:
-    original = SamplingPlan.parts
-    patch.setattr(
-        SamplingPlan, "parts", lambda self, offset: [part._replace(fresh=True) for part in original(self, offset)]
-    )
+    original = SamplingPlan.of_rank
+
+    def of_rank(self: SamplingPlan, rank: int, offset: int) -> Any:
+        return [part._replace(fresh=True) for part in original(self, rank, offset)]
+
+    patch.setattr(SamplingPlan, "of_rank", of_rank)
 
 
 @mutant
@@ -571,8 +573,3 @@ def forget_the_failure_of_a_data_loader(patch: Patch) -> None:
 @mutant
 def commit_a_batch_before_its_step(patch: Patch) -> None:
     patch.setattr(Step, "counts", lambda self, *, failed: self.closing)
-
-
-if __name__ == "__main__":
-    for each in sys.argv[1:] or MUTANTS:
-        print(f"{seeds_needed(each, 2000)}  {each}", flush=True)

@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from raysgd.core.average_meters import AverageMeterCollection
+from raysgd.core.control import Control
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.metrics import Measured, for_all_ranks
 from raysgd.core.outcomes import DataLoaderFailure, Interrupted
-from raysgd.core.progress import Control, Progress
+from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.rank_comparison import Summary
 from raysgd.core.ranks import RankInfo
@@ -106,7 +107,7 @@ class SimReplica:
     saves_together = False
 
     def __init__(self, worker: Any, plan: Any, rank_info: RankInfo, control: Control) -> None:
-        self._worker, self._plan, self._rank_info, self._control = worker, plan, rank_info, control
+        self._worker, self._plan, self._rank_info, self.control = worker, plan, rank_info, control
         self._position = Position()
         self._feed: Feed | None = None
         self._source = SimSource(plan.samples, plan.batch, plan.global_batch, lambda: worker.point("data"))
@@ -120,7 +121,7 @@ class SimReplica:
 
     @property
     def progress(self) -> Progress:
-        phase = self._control.phase
+        phase = self.control.phase
         return Progress(phase=phase, loads=-1) if self.undefined else self._position.progress(phase)
 
     @property
@@ -129,13 +130,13 @@ class SimReplica:
         return self.progress.loads
 
     def run(self, call: Call) -> Any:
-        self._control.phase = call.name
+        self.control.phase = call.name
         try:
             return call.method(self, **call.arguments)
         except DataLoaderFailure as failure:
             return failure.interrupted("train_loader", self.partial(), self.progress)
         finally:
-            self._control.phase = "idle"
+            self.control.phase = "idle"
 
     # -- calls ----------------------------------------------------------------------------------------
 
@@ -144,7 +145,12 @@ class SimReplica:
         return self._rank_info.world_rank
 
     def train(
-        self, call: int, num_steps: int | None, snapshot_first: bool = False, asks: dict[str, Any] | None = None
+        self,
+        call: int,
+        num_steps: int | None,
+        snapshot_first: bool = False,
+        asks: dict[str, Any] | None = None,
+        most: int | None = None,
     ) -> Any:
         position = self._position
         done = not position.open_call(call)
@@ -160,8 +166,9 @@ class SimReplica:
             self._source,
             position,
             self._rank_info,
-            self._control,
+            self.control,
             limit=num_steps,
+            most=most,
             shared=True,
             asking=None if asks is None else Asking(self, **asks, save=type(self).save_within),
         )
@@ -176,7 +183,7 @@ class SimReplica:
             self._cut_short()
             raise
         if feed.stopped:
-            asked = not self._control.interrupted
+            asked = not self.control.interrupted
             return Interrupted(self.partial(), "stopped at a batch boundary", self.progress, asked=asked)
         self._feed = None
         position.call_done = True
@@ -211,7 +218,7 @@ class SimReplica:
 
     def validate(self, call: int) -> Any:
         for _ in range(3):
-            if self._control.interrupted:
+            if self.control.interrupted:
                 return Interrupted(None, "a peer failed", self.progress)
             self._worker.compute()
             self._worker.point("validate")
@@ -261,7 +268,7 @@ class SimReplica:
     def partial(self) -> Measured:
         return Measured({"epoch": self._position.epoch, **self._meter.summary()}, self._position.call_units)
 
-    def _share(self) -> None:
+    def share(self) -> None:
         """Share nothing: it keeps no state of parts."""
 
     def state(self) -> memoryview:
@@ -318,7 +325,7 @@ class SimReplica:
 
     def _commit(self, step: OptimizerStep, last: bool = False) -> None:
         self._position.commit(step)
-        self._control.batch = self._position.call_batches
+        self.control.batch = self._position.call_batches
         self._report(last)
         every = self._plan.snapshot_every
         if not last and isinstance(every, int) and self._position.step // every > self._mark:
@@ -327,11 +334,11 @@ class SimReplica:
 
     def _report(self, last: bool = False) -> None:
         compares = self._compare_at is not None and self._position.step >= self._compare_at
-        if compares or self._control.due(last=last):
+        if compares or self.control.due(last=last):
             progress = self._position.progress("train")
             if compares:
                 progress, self._compare_at = replace(progress, summary=self.summarize()), math.inf
-            self._control.report(progress, self.partial())
+            self.control.report(progress, self.partial())
 
     def summarize(self) -> str:
         """Return the weights as a summary, in a number that a float holds."""

@@ -218,10 +218,7 @@ class Script:
         checker.trained(members)
         steps, number = checker.steps_of_call(self.engine.trained), self.engine.trained
         checker.has_trained(number, num_steps, all_calls=self._keeps_a_snapshot())
-        exact = calm and self.schedule.calm
-        if self.plan.orphan_s:  # what was measured by workers that left, or in a step that an error ended, may be lost
-            exact = exact and self.plan.in_place and not (self.schedule.announced or self.schedule.ended)
-        self._check_metrics([part.values for part in parts], steps, exact=exact)
+        self._check_metrics([part.values for part in parts], steps, exact=calm and checker.measures_all)
 
     def _keeps_a_snapshot(self) -> bool:
         """Return whether no recovery has begun without a snapshot."""

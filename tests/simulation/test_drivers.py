@@ -174,6 +174,30 @@ FOUND = {
         script=("save", "fit 2"),
         faults=(Fault("die", "in train", count=21),),
     ),
+    "workers that the last driver had given up had ended the call that the next one continued": Plan(
+        seed=407004,
+        ranks=1,
+        nodes=(1,),
+        samples=11,
+        step_s=0.3,
+        late=0.1,
+        retries=0,
+        orphan_s=20.0,
+        script=("fit 5",),
+        faults=(Fault("die", "in recovery"), Fault("cut", "answered", seconds=25.0)),
+    ),
+    "a checkpoint was to have what workers had measured that the script before the last one had": Plan(
+        seed=620972,
+        ranks=1,
+        nodes=(1,),
+        samples=16,
+        step_s=0.01,
+        late=0.1,
+        in_place=False,
+        orphan_s=60.0,
+        script=("fit 1",),
+        faults=(Fault("die", "applied", count=7), Fault("die", "in train", count=27)),
+    ),
 }
 
 

@@ -24,6 +24,7 @@ from tests.simulation.shrink import kind_of, shrink
 from tests.tiers import NIGHTLY
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+SEEDS = 10_000 if NIGHTLY else 600
 
 # Shortened schedules that broke a guarantee once, by what was wrong.
 FOUND = {
@@ -271,12 +272,40 @@ FOUND = {
         in_place=False,
         faults=(Fault("raise", "state_dict"), Fault("raise", "forward", count=2)),
     ),
+    "a call that was made again up to its error went on into the next epoch": Plan(
+        seed=601612,
+        nodes=(2, 2),
+        samples=31,
+        batch=2,
+        step_s=0.3,
+        late=0.1,
+        script=("fit 2", "apply"),
+        faults=(
+            Fault("kill", "applied", count=5),
+            Fault("kill", "offer", count=3),
+            Fault("node", "in apply", others=16),
+            Fault("cancel", "in growth"),
+            Fault("node", "reduced", count=18),
+        ),
+    ),
+    "a worker that its driver had given up copied the state of a step beyond that for a checkpoint": Plan(
+        seed=513166,
+        nodes=(1, 2, 1),
+        ranks=3,
+        samples=7,
+        step_s=0.01,
+        min_workers=3,
+        grow="epoch",
+        spares=2,
+        script=("fit 1",),
+        faults=(Fault("cut", "forward", count=6, seconds=8.0),),
+    ),
 }
 
 
 @pytest.mark.timeout(3600 if NIGHTLY else 900)
 def test_schedules_of_faults_break_no_guarantee() -> None:
-    count = os.environ.get("SEEDS", "10000" if NIGHTLY else "600")
+    count = os.environ.get("SEEDS", str(SEEDS))
     run = subprocess.run(
         [sys.executable, "-m", "tests.simulation", "--seeds", count],
         cwd=ROOT,

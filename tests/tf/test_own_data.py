@@ -22,7 +22,7 @@ class Own(Small):
 def test_the_log_says_once_that_the_batch_follows_the_workers(
     caplog: pytest.LogCaptureFixture, operator: type[Small], mode: str, lines: int
 ) -> None:
-    rank = tf_rank(operator, num_workers=3, distributed=True)
+    rank = tf_rank(operator, num_workers=3)
     for call in (1, 2):
         rank.train(call)
         assert rank.measured.batch_mode == mode

@@ -101,3 +101,19 @@ def test_the_number_of_steps_needs_data_of_a_known_length() -> None:
         for _ in trainer.epochs(2):
             trainer.train()
         assert operator.planned == 6 == int(operator.optimizer.iterations)
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_each_prediction_draws_other_numbers_which_a_seed_decides(seed: int | None) -> None:
+    class MonteCarlo(Dropping):
+        def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+            return self.model(batch, training=True)
+
+    def predicted() -> list[np.ndarray]:
+        with TFTrainer(training_operator_cls=MonteCarlo, seed=seed) as trainer:
+            return [trainer.predict(np.ones((12, 2))) for _ in range(2)]
+
+    (first, second), again = predicted(), predicted()
+    assert not np.array_equal(first, second)
+    if seed is not None:
+        assert np.array_equal(first, again[0]) and np.array_equal(second, again[1])

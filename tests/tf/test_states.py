@@ -34,6 +34,18 @@ def test_half_precision_survives_the_round_trip() -> None:
     np.testing.assert_array_equal(np.asarray(back, "float32"), [1.5, -2.0])
 
 
+def test_a_copy_that_is_packed_later_has_what_state_dict_returned_then() -> None:
+    own: Any = {"seen": [1], "counts": np.ones(3)}
+    packed = states.packed(states.unchanging({**STATE, "operator": own}))
+    own["seen"].append(2)
+    own["counts"] += 1
+    with packed as (content,):
+        back = states.parse(content)["operator"]
+    assert back["seen"] == [1] and back["counts"].tolist() == [1, 1, 1]
+    with pytest.raises(CheckpointError, match=r"state\['operator'\]\['net'\] is a object"):
+        states.unchanging({**STATE, "operator": {"net": object()}})
+
+
 def test_objects_are_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match=r"state\['operator'\]\['net'\] is a object"):
         states.dump({**STATE, "operator": {"net": object()}})

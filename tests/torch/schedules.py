@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.data import SampleSeeds
+from raysgd.data.sample_seeds import seeded_for
 from raysgd.torch import TrainingOperator
-from raysgd.torch.data.sample_seeds import seeded_for
 from raysgd.torch.witness import watched
 from tests.local.group import Cluster, Fault
 from tests.local.runs import weights_of
@@ -46,8 +46,9 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """One run of so many `parts`. Each field is small, so that a failure is easy to repeat by hand.
+    """One run of so many `parts`, one for each worker. Each field is small, so that a failure is easy to repeat by hand.
 
+    finer     the trainer's argument `parts`, which are dealt in `shares`
     augments  with random numbers that belong to a sample, in the data set ("samples") or in train_batch ("operator"); or that belong
               to a part, in the data set ("data"), in loader processes ("processes") or in train_batch ("batch")
     """
@@ -57,6 +58,8 @@ class Setting:
     rows: int = 20
     batch: int = 2
     parts: int = 3
+    finer: int | None = None
+    shares: Any = "equal"
     optimizer: str = "sgd"
     rates: str | None = None
     accumulate: int = 1
@@ -278,7 +281,7 @@ class Disturbed(TrainingOperator):
         index, x, y = batch
         setting, step = self.setting, batch_info["global_step"]
         if setting.augments == "operator":
-            epoch = self._epochs_before()
+            epoch = self._internals.position.epoch - 1
             x = torch.stack([augmented(setting, epoch, number, row) for number, row in zip(index, x, strict=True)])
         if setting.augments == "batch" and x.is_floating_point():
             x = x + noise(x.shape).to(x.dtype)
@@ -305,7 +308,7 @@ class Noted(Disturbed):
 
     def begin(self, step: int, samples: list[int]) -> None:
         cluster = Cluster.running
-        cluster.notes.append((cluster.here.client.generation, self._epochs_before(), step, samples))
+        cluster.notes.append((cluster.here.client.generation, self._internals.position.epoch - 1, step, samples))
         cluster.point("begun")
 
 
@@ -354,23 +357,33 @@ def started(
     setting: Setting, operator: type[Disturbed], struck: Sequence[Fault], **given: Any
 ) -> Iterator[tuple[Cluster, Any]]:
     """Return a context with a cluster that these faults strike, and a trainer in it."""
-    restarts = len({fault.rank for fault in struck}) == MOST
-    elastic: dict[str, Any] = {"snapshot_every": 1 if restarts else "epoch", "grow": setting.grow}
+    every = 1 if len({fault.rank for fault in struck}) == MOST else "epoch"
     with (
         Cluster(struck, seed=setting.seed, room=setting.room) as cluster,
-        TorchTrainer(
-            training_operator_cls=watched(operator, setting.rows),
-            config=setting.config(),
-            num_workers=setting.parts,
-            use_gpu=False,
-            seed=setting.seed,
-            scheduler_step_freq="batch" if setting.rates else None,
-            options=setting.options(),
-            elastic=ElasticConfig(batch=setting.mode, hang_timeout_s=60, **elastic),
-            **given,
-        ) as trainer,
+        trainer_of(setting, operator, snapshot_every=every, **given) as trainer,
     ):
         yield cluster, trainer
+
+
+def trainer_of(setting: Setting, operator: type[Disturbed], *, snapshot_every: Any = "epoch", **given: Any) -> Any:
+    return TorchTrainer(
+        training_operator_cls=watched(operator, setting.rows),
+        config=setting.config(),
+        num_workers=setting.parts,
+        parts=setting.finer,
+        use_gpu=False,
+        seed=setting.seed,
+        scheduler_step_freq="batch" if setting.rates else None,
+        options=setting.options(),
+        elastic=ElasticConfig(
+            batch=setting.mode,
+            shares=setting.shares,
+            hang_timeout_s=60,
+            snapshot_every=snapshot_every,
+            grow=setting.grow,
+        ),
+        **given,
+    )
 
 
 def trained(setting: Setting, operator: type[Disturbed] = Noted, *, undisturbed: bool = False) -> Shown:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import TrainingOptions
+from raysgd import ConfigError, TrainingOptions
 from tests.torch.small import Line, inline, operator_of, set_scale, weights
 
 
@@ -189,3 +189,16 @@ class InWindows(Deep):
 def test_batches_in_dictionaries_count_by_their_samples() -> None:
     ours, _ = trained(InDictionaries, config={"batch": 0}, options=TrainingOptions(accumulate=2))
     assert torch.allclose(ours, trained(InWindows, config={"batch": 0})[0], atol=1e-6)
+
+
+class OwnBackward(Deep):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.zero_grad()
+        self.criterion(self.model(batch[0]), batch[1]).backward()
+        self.step()
+        return {}
+
+
+def test_backward_passes_that_are_not_scaled_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"accumulate=4 acts in self.backward\(loss\), and this operator calls loss"):
+        trained(OwnBackward, config={"batch": 4}, options=TrainingOptions(accumulate=4))

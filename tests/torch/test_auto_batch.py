@@ -563,7 +563,7 @@ def test_a_later_violation_undoes_the_step_and_is_an_error(name: str) -> None:
             else:
                 trainer.train(num_steps=steps)
             found.append((weights_of(trainer), trainer.apply_all_operators(lambda op: op.schedule.last_epoch)[0]))
-            assert trainer.apply_all_operators(lambda op: op._keep_batch.position.step)[0] == steps
+            assert trainer.apply_all_operators(lambda op: op._internals.keep_batch.position.step)[0] == steps
     close(found[0][0], found[1][0])
     assert found[0][1] == found[1][1], "the schedule is where it was"
 
@@ -706,7 +706,7 @@ def rank_of(present: int, kind: type[Curve] = Curve) -> Any:
     settings: dict[str, Any] = {
         "num_workers": 3,
         "scheduler_step_freq": "batch",
-        "distributed": True,
+        "alone": False,
         "wrap_ddp": False,
     }
     return torch_rank(kind, {"rows": 36, "batch": 3}, ranks=present, **settings)
@@ -763,14 +763,14 @@ def test_a_checkpoint_with_other_parts_is_said(saved: int, lines: int, caplog: p
         with Cluster(), TorchTrainer(training_operator_cls=Curve, num_workers=2, elastic=elastic, **given) as trainer:
             trainer.load_state_dict(state)
             trainer.train(num_steps=1)
-        said = [each for each in caplog.messages if "a batch has other parts" in each]
-        assert len(said) == times and all("num_workers=3" in each and "num_workers=2" in each for each in said)
+        said = [each for each in caplog.messages if "this checkpoint is of a run whose batches have" in each]
+        assert len(said) == times and all("have 3 parts" in each and "have 2 (" in each for each in said)
 
 
 def test_no_worker_is_without_a_part() -> None:
     given: dict[str, Any] = {"config": CONFIG, "num_workers": 2, "use_gpu": False, "scheduler_step_freq": "batch"}
     with Cluster(), TorchTrainer(training_operator_cls=Curve, **given) as trainer:
-        with pytest.raises(ConfigError, match=r"(?s)num_workers=2 parts.*num_workers=3.*batch='per_worker'"):
+        with pytest.raises(ConfigError, match=r"(?s)num_workers=2 workers at most.*num_workers=3.*batch='per_worker'"):
             trainer.resize(3)
         assert trainer.world_size == 2
     elastic = ElasticConfig(batch="per_worker")

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import raysgd.torch.process_group
+from raysgd.core.control import Control
 from raysgd.core.outcomes import Ok
-from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo, assign_ranks
 from raysgd.torch.process_group import TorchBackend
 from raysgd.torch.sockets import _listening
@@ -214,6 +214,16 @@ def test_only_gloos_own_errors_are_interruptions() -> None:
     backend = TorchBackend("gloo")
     assert backend.is_interruption(RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:1] Connection reset"))
     assert not backend.is_interruption(RuntimeError("the glove does not fit"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for call in (dist.all_gather, dist.gather):
+            with pytest.raises(RuntimeError, match="list") as wrong:
+                call([torch.zeros(1)] * 2, torch.zeros(1)) if call is dist.all_gather else call(
+                    torch.zeros(1), [torch.zeros(1)] * 2
+                )
+            assert not backend.is_interruption(wrong.value), "an error in the arguments is the user's"
+    finally:
+        dist.destroy_process_group()
     with pytest.raises(KeyError) as caught:
         try:
             raise RuntimeError("gloo: Timed out waiting 10 ms")

@@ -50,6 +50,48 @@ def test_accuracy_is_computed_for_class_targets(output: Any, target: Any, accura
     assert float(operator.validate_batch((output, target), {})["val_accuracy"]) == pytest.approx(accuracy)
 
 
+LOGITS = torch.tensor([[1.0, -1.0], [-1.0, 1.0], [2.0, 1.0], [0.5, 0.7]])
+
+
+@pytest.mark.parametrize(
+    ("output", "target", "criterion", "accuracy"),
+    [
+        (LOGITS[:, 0], torch.tensor([1.0, 0.0, 0.0, 1.0]), nn.BCEWithLogitsLoss(), 3 / 4),
+        (
+            LOGITS[:, :1],
+            torch.tensor([[1.0], [0.0], [0.0], [1.0]]),
+            nn.functional.binary_cross_entropy_with_logits,
+            3 / 4,
+        ),
+        (LOGITS[:, 0].sigmoid(), torch.tensor([1.0, 0.0, 0.0, 0.0]), nn.BCELoss(), 2 / 4),
+        (LOGITS, LOGITS.flip(0).softmax(1), nn.CrossEntropyLoss(), 0.0),
+        (LOGITS, torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.3, 0.7], [0.0, 1.0]]), nn.functional.cross_entropy, 3 / 4),
+        (LOGITS, LOGITS, nn.MSELoss(), 0.0),
+    ],
+)
+def test_the_accuracy_of_two_classes_and_of_probabilities(
+    output: Any, target: Any, criterion: Any, accuracy: float
+) -> None:
+    operator = Line({})
+    operator.model, operator.criterion = (lambda x: output), criterion
+    assert float(operator.validate_batch((output, target), {})["val_accuracy"]) == pytest.approx(accuracy)
+
+
+def test_targets_that_the_criterion_ignores_do_not_count_in_the_accuracy() -> None:
+    target = torch.tensor([0, -100, 1, 1, 0, 1, -100, -100])
+
+    class Ignoring(Line):
+        def setup(self, config: dict[str, Any]) -> None:
+            self.model, _, self.criterion = self.register(
+                models=nn.Identity(), optimizers=[], criterion=nn.CrossEntropyLoss()
+            )
+            batches = list(zip(LOGITS.repeat(2, 1).split(4), target.split(4), strict=True))
+            self.register_data(validation_loader=batches)
+
+    with inline(Ignoring) as trainer:
+        assert trainer.validate()["val_accuracy"] == pytest.approx(4 / 5)
+
+
 def decaying(optimizer: Any) -> StepLR:
     return StepLR(optimizer, 1, gamma=0.5)
 

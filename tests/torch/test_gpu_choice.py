@@ -41,21 +41,17 @@ def test_auto_asks_the_cluster(
     joins: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: here)
     monkeypatch.setattr(setup, "gpus_for_workers", lambda *, join: joins.append(join) or gpus)
-    resources, use_gpu = setup.worker_resources(1, "auto", None, in_ray)
-    assert (resources.gpus, use_gpu) == (int(chosen), chosen)
+    assert setup.worker_resources(1, "auto", None, in_ray).gpus == int(chosen)
     assert (says in caplog.text) if says else not caplog.text
     assert in_ray is IN_RAY or True not in joins, "one worker joins no cluster only to ask it"
 
 
-@pytest.mark.parametrize(("use_gpu", "amount", "chosen"), [("auto", 0, False), ("auto", 2, True), (True, 2, True)])
-def test_resources_for_each_worker_decide(
-    monkeypatch: pytest.MonkeyPatch, use_gpu: Any, amount: int, chosen: bool
-) -> None:
+@pytest.mark.parametrize(("use_gpu", "amount"), [("auto", 0), ("auto", 2), (True, 2)])
+def test_resources_for_each_worker_decide(monkeypatch: pytest.MonkeyPatch, use_gpu: Any, amount: int) -> None:
     """They did not: with {"GPU": 0} on a machine with a GPU, workers that saw none used "cuda:0"."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(setup, "gpus_for_workers", lambda *, join: pytest.fail("the cluster was asked"))
-    resources, on_gpu = setup.worker_resources(1, use_gpu, {"GPU": amount})
-    assert (resources.gpus, on_gpu) == (amount, chosen)
+    assert setup.worker_resources(1, use_gpu, {"GPU": amount}).gpus == amount
 
 
 def test_a_wrong_value_asks_nothing() -> None:

@@ -208,7 +208,7 @@ class Line(TrainingOperator):
 
 
 def rank_with(makes: str = "", **settings: Any) -> OperatorRank:
-    given = {"distributed": True, "wrap_ddp": False, "asynchronous": True, **settings}
+    given = {"alone": False, "wrap_ddp": False, "asynchronous": True, **settings}
     return torch_rank(Line, {"makes": makes}, ranks=2, **given)
 
 
@@ -260,7 +260,7 @@ def test_gloo_registers_nothing() -> None:
     rank = rank_with(asynchronous=False)
     rank.train(1, num_steps=2)
     assert rank.looks == [False, False], "when the epoch begins, and when the call ends"
-    assert not any("whole" in type(each).__name__.lower() for each in rank.operator._policies.every)
+    assert not any("whole" in type(each).__name__.lower() for each in rank.operator._internals.policies.every)
 
 
 class Duck(TrainingOperator):
@@ -284,4 +284,4 @@ class Duck(TrainingOperator):
 
 def test_an_optimizer_that_cannot_be_watched_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a Plain, which has no register_step_pre_hook.*or pass backend='gloo'"):
-        torch_rank(Duck, {}, ranks=2, distributed=True, wrap_ddp=False, asynchronous=True)
+        torch_rank(Duck, {}, ranks=2, alone=False, wrap_ddp=False, asynchronous=True)

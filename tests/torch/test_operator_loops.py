@@ -385,8 +385,8 @@ class Alien(Carrying):
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        (Carrying, "train_batch has set self.calls, self.hidden, self.kept, self.new, which"),
-        (Kept, "train_batch has set self.calls, self.hidden, self.new, which checkpoints"),
+        (Carrying, "train_batch has changed self.calls, self.hidden, self.kept, self.new, which"),
+        (Kept, "train_batch has changed self.calls, self.hidden, self.new, which checkpoints"),
         (Alien, ""),
         (Line, ""),
     ],

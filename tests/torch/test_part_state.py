@@ -17,6 +17,7 @@ from tests.local.runs import weights_of
 from tests.peek import finish_saves, leave_no_checkpoint_out
 from tests.replicas import torch_rank
 from tests.simulation.network import NetworkError, SimBackend
+from tests.torch.small import Line, inline
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
 
@@ -70,7 +71,9 @@ class Hidden(TrainingOperator):
         text = tokens(config["columns"] // COLUMNS)
         rows = STEPS * config["columns"] - config.get("short", 0)
         data = TensorDataset(text[:-1].flatten(0, 1)[:rows], text[1:].flatten(0, 1)[:rows])
-        self.register_data(train_loader=DataLoader(data, COLUMNS), validation_loader=DataLoader(data, COLUMNS))
+        self.register_data(
+            train_loader=DataLoader(data, config.get("batch", COLUMNS)), validation_loader=DataLoader(data, COLUMNS)
+        )
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         if batch_info["global_step"] < self.config.get("from", 0):
@@ -287,6 +290,43 @@ def test_those_of_others_go_to_the_ranks_that_have_their_parts_now() -> None:
     assert all(seen[step, part] == step for step in range(STEPS * EPOCHS) for part in range(3))
 
 
+def test_it_goes_with_its_part_when_parts_are_dealt_in_another_way(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The two workers are fast in turn."""
+    monkeypatch.setattr("raysgd.core.dealing.EVERY", 1)
+    monkeypatch.setattr("raysgd.core.dealing.MOST_DOUBLED", 0)
+
+    def seconds(*_: Any) -> float:
+        worker = Cluster.running.here
+        return 1.0 + 3 * ((worker.host.rank + worker.client.control.begun) % 2)
+
+    monkeypatch.setattr("raysgd.torch.dealing.OwnSeconds.of_part", seconds)
+    config = {"columns": COLUMNS * 4, "batch": COLUMNS * 2}
+    with Cluster(), trainer(2, parts=4, config=config, elastic={"shares": "speed"}) as run:
+        assert_equal(trained(run), 4)
+    said = [each.split(". ")[0] for each in caplog.messages if "are dealt to ranks" in each]
+    deals = ["(1, 3)", "(3, 1)"] * len(said)
+    assert said == [f"the 4 parts of a batch are dealt to ranks by their speed: {each}" for each in deals[: len(said)]]
+    assert len(said) > 2
+    assert all(count == step for step, _, count, _ in NOTES)
+
+
+class Reading(Recurrent):
+    """Looks for a state that nothing sets."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        assert self.part_state.get("hidden") is None
+        return Plain.train_batch(self, batch, batch_info)  # type: ignore[arg-type]
+
+
+def test_a_program_that_only_reads_it_has_lost_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with Cluster([Fault("kill", "forward", rank=1, step=3)]) as cluster, trainer(2, Reading) as run:
+        trained(run)
+        assert not cluster.left
+    assert not [each for each in caplog.messages if "self.part_state" in each]
+
+
 ALL = [Fault("kill", "forward", rank=rank, step=4) for rank in (0, 1)]
 
 
@@ -380,7 +420,7 @@ def test_a_replacement_that_lacks_an_attribute_says_why(caplog: pytest.LogCaptur
             run.train()
     text = str(caught.value)
     assert "object has no attribute 'first'. This worker joined at step 4. It has what setup makes" in text
-    assert len([each for each in caplog.messages if "train_batch has set self.first, which" in each]) == 1
+    assert len([each for each in caplog.messages if "train_batch has changed self.first, which" in each]) == 1
 
 
 def test_a_script_that_takes_over_has_it() -> None:
@@ -390,3 +430,26 @@ def test_a_script_that_takes_over_has_it() -> None:
         later = rank.taken_over(lambda: torch_rank(Recurrent, {"columns": 6}, num_workers=2))
         later.train(2, 1)
     assert [note[:3] for note in NOTES if note[0] == 3] == [(3, 0, 3), (3, 1, 3)]
+
+
+def late_use(operator: Any, step: int) -> None:
+    """Use it outside the class, whose methods do not show it."""
+    if step == 2:
+        operator.part_state["seen"] = True
+
+
+def test_a_lone_worker_may_use_it_late() -> None:
+    """It need not agree with others, so no batch is trained twice."""
+
+    class Late(Line):
+        calls = 0
+
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            self.calls += 1
+            late_use(self, batch_info["global_step"])
+            return super().train_batch(batch, batch_info)
+
+    with inline(Late) as trainer:
+        for _ in range(2):
+            trainer.train()
+        assert trainer.apply_all_operators(lambda operator: operator.calls) == [6]

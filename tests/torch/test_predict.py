@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from raysgd import ConfigError
+from tests.local.group import Cluster
 from tests.torch.small import Line, Numbers, inline, rows, weights
 
 
@@ -75,3 +77,30 @@ def test_data_without_an_order_is_refused() -> None:
         with pytest.raises(ConfigError, match="batch_size must be a whole number of at least 1, got 0"):
             trainer.predict(Numbers(4), batch_size=0)
         assert weights(trainer).shape == (3,)
+
+
+class MonteCarlo(Line):
+    """Predicts with dropout, as a loop by hand may."""
+
+    def make_model(self) -> nn.Module:
+        return nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 1))
+
+    def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+        self.unwrapped()[0].train()
+        return super().predict_batch(batch, batch_info)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_each_prediction_draws_other_numbers_which_a_seed_decides(seed: int | None, workers: int) -> None:
+    def predicted(calls: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        with Cluster(), inline(MonteCarlo, num_workers=workers, seed=seed) as trainer:
+            trainer.train()
+            found = [trainer.predict(TensorDataset(rows(12)[0])) for _ in range(calls)]
+            trainer.train()
+            return found, weights(trainer)
+
+    (first, trained), (again, as_trained) = predicted(3), predicted(2)
+    assert not any(torch.equal(first[a], first[b]) for a, b in ((0, 1), (1, 2), (0, 2)))
+    if seed is not None:
+        assert all(map(torch.equal, first[:2], again)) and torch.equal(trained, as_trained)

@@ -148,3 +148,12 @@ def test_properties_of_a_single_worker() -> None:
     assert (operator.use_gpu, operator.use_fp16, operator.use_tqdm) == (False, False, False)
     assert operator.config == {"lr": 0.5}
     assert operator._is_distributed is False
+
+
+def test_a_second_call_of_register_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    def twice(operator: Any) -> None:
+        for each in (model(), model()):
+            operator.register(models=each, optimizers=sgd(each))
+
+    operator_alone(Bare, {"body": twice})
+    assert [each.partition(":")[0] for each in caplog.messages] == ["setup calls self.register() a second time"]

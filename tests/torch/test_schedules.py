@@ -76,7 +76,7 @@ def trained(rank: OperatorRank, calls: range) -> OperatorRank:
     return rank
 
 
-PER_WORKER = ElasticConfig(batch="per_worker")  # so fewer workers make more steps
+PER_WORKER = ElasticConfig(batch="per_worker", snapshot_every=None)  # so fewer workers make more steps
 COUNTED: dict[str, Any] = {"steps": EPOCHS * STEPS}  # by hand: the trainer does not know that it is a plan
 BY_USER: dict[str, Any] = {"freq": "manual", "often": 2}
 
@@ -247,6 +247,30 @@ def test_all_schedulers_of_a_list_are_stepped(freq: str, steps: int, count: int)
         assert [each.last_epoch for each in operator_of(trainer).scheduler] == [steps] * count
 
 
+class Failing(Listed):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if batch_info["batch_idx"] == batch_info.get("fails"):
+            raise ZeroDivisionError
+        return super().train_batch(batch, batch_info)
+
+
+def test_an_epoch_that_ends_in_a_call_which_an_error_ends_is_one_step() -> None:
+    """The next call makes that step before its own."""
+    with inline(Failing, scheduler_step_freq="epoch", config={"count": 1}) as trainer:
+        (scheduler,) = operator_of(trainer).scheduler
+        for fails, steps in (
+            (4, 0),
+            (2, 1),
+        ):  # in the second epoch, which ends with the last batch before the second error
+            with pytest.raises(ZeroDivisionError):
+                trainer.train(num_steps=5, info={"fails": fails})
+            assert scheduler.last_epoch == steps
+        trainer.train(num_steps=2)
+        assert scheduler.last_epoch == 2
+        trainer.train(num_steps=1)
+        assert scheduler.last_epoch == 3
+
+
 def test_only_the_scheduler_that_the_operator_names_is_stepped() -> None:
     class Named(Listed):
         def setup(self, config: dict[str, Any]) -> None:
@@ -365,7 +389,21 @@ def test_calls_with_a_number_of_steps_are_counted(caplog: pytest.LogCaptureFixtu
         rank.train(call, 3, epochs=2)
     assert not caplog.messages
     rank.train(2, 3, epochs=1)
-    assert "ends with its step 6, and makes 9 until the end of this call of train()" in caplog.messages[0]
+    assert (
+        "ends with its step 6, and makes 9 until the end of this call of train() with num_steps=3" in caplog.messages[0]
+    )
+
+
+@pytest.mark.parametrize(("num_steps", "made"), [(2, 4), (4, 8), (9, 8)])
+@pytest.mark.parametrize("planned", [4, 8])
+def test_a_call_with_a_number_of_steps_may_be_no_epoch(planned: int, num_steps: int, made: int, caplog: Any) -> None:
+    """A schedule that steps after each epoch of the data makes fewer steps than the loop has calls."""
+    rank = replica_of(2, 2, freq="epoch", kind=cosine, steps=planned)
+    for call in range(8):
+        rank.train(call, num_steps, epochs=8)
+    assert rank.operator.scheduler.last_epoch == made
+    said = f"its step {planned}, and makes {made} until the end of this loop over 8 epochs with num_steps={num_steps}: "
+    assert [said in each for each in caplog.messages] == [True] * (made != planned)
 
 
 def test_a_takeover_names_other_settings_and_a_replacement_none(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,6 @@
 """Memory format, SyncBatchNorm and the compiler change the model, but not its checkpoints."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import ConfigError, TrainingOptions
 from raysgd.torch.batch_mode import OwnCalls
 from raysgd.torch.wrapping import ModelCalls, ddp_arguments, formatted, rewrap
+from tests.replicas import operator_alone
 from tests.torch.small import Line, inline, operator_of, weights
 
 
@@ -123,9 +125,59 @@ def test_ddp_arguments_of_register_override_those_of_the_trainer() -> None:
 def test_a_parameter_that_ddp_does_not_know_is_refused_at_the_next_call() -> None:
     with inline() as trainer:
         parts = operator_of(trainer)._parts
-        parts.ddp_args, parts.trained = {"bucket_cap_mb": 5}, [parts.models[0].weight]  # as with several workers
-        parts.models[0].bias.requires_grad_(False)
+        (model,), parts.ddp_args = parts.models, {"bucket_cap_mb": 5}  # as with several workers
+        model.bias.requires_grad_(False)
+        parts.keep_parameters()
         trainer.train()
-        parts.models[0].bias.requires_grad_(True)
+        model.bias.requires_grad_(True)
         with pytest.raises(ConfigError, match=r"the parameter bias of Linear .*batch_info\['epoch_idx'\] >= 2"):
             trainer.train()
+        model.bias = nn.Parameter(torch.zeros(1))
+        with pytest.raises(
+            ConfigError, match=r"bias of Linear is new since self.register\(\).*replace layers before that"
+        ):
+            trainer.train()
+
+
+def freeze(model: Any) -> None:
+    model[0].weight.requires_grad_(False)
+
+
+def tie(model: Any) -> None:
+    model[0].weight = model[1].weight
+
+
+def freeze_all(model: Any) -> None:
+    """Such a model, a teacher for example, gets no gradient, and DDP waits for none."""
+    model.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "before", "unused", "refused"),
+    [
+        *[(change, False, False, True) for change in (freeze, tie)],
+        *[(change, True, False, False) for change in (freeze, tie)],
+        *[(change, False, True, False) for change in (freeze, tie)],
+        (freeze_all, False, False, False),
+    ],
+)
+def test_parameters_that_setup_freezes_or_ties_after_register_are_refused(
+    change: Any, before: bool, unused: bool, refused: bool
+) -> None:
+    class Changing(Line):
+        def setup(self, config: dict[str, Any]) -> None:
+            model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+            if before:
+                change(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            self.register(models=model, optimizers=optimizer, ddp_args={"find_unused_parameters": unused})
+            if not before:
+                change(model)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        refuses = pytest.raises(ConfigError, match=r"0\.weight after self.register\(\), or replaced it.*do that before")
+        with refuses if refused else nullcontext():
+            operator_alone(Changing, alone=False, num_workers=2)
+    finally:
+        dist.destroy_process_group()

@@ -2,11 +2,13 @@
 
 import importlib.util
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raysgd.core.ranks import SingleWorkerBackend, assign_ranks
+from raysgd.errors import ConfigError
 from raysgd.torch.devices import see_gpus
 from raysgd.train import Backend, BackendConfig, HorovodConfig, TensorflowConfig, TorchConfig
 from raysgd.train.backends import backend_of, parse_backend
@@ -26,6 +28,23 @@ def test_names_of_backends() -> None:
     for wrong in (5, TorchConfig):
         with pytest.raises(TypeError, match="BackendConfig"):
             parse_backend(wrong)
+
+
+def test_another_package_offers_a_backend_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rings.py").write_text(
+        "from raysgd.train import BackendConfig\n\n\nclass RingConfig(BackendConfig):\n    pass\n"
+    )
+    metadata = tmp_path / "rings-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rings\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[raysgd.backends]\nring = rings:RingConfig\n")
+    with pytest.raises(ConfigError, match="'none' or a BackendConfig, got 'ring'"):
+        parse_backend("ring")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert type(parse_backend("ring")).__name__ == "RingConfig"
+    assert isinstance(parse_backend("torch"), TorchConfig)
+    with pytest.raises(ConfigError, match="'none', 'ring' or a BackendConfig, got 'rings'"):
+        parse_backend("rings")
 
 
 @pytest.mark.parametrize("name", ["tensorflow", "horovod"])

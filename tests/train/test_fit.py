@@ -90,18 +90,23 @@ def test_resuming_metadata_and_context(ray_cluster: None, tmp_path: Path) -> Non
             "metadata": context.get_metadata(),
             "names": (context.get_experiment_name(), context.get_trial_dir()),
             "ranks": (context.get_world_rank(), context.get_local_rank(), context.get_world_size()),
+            "hook": os.environ.get("RAYSGD_HOOK"),
         }
 
     trainer = DataParallelTrainer(
         loop,
         scaling_config=TWO,
         metadata={"who": ["me"]},
+        initialization_hook=lambda: os.environ.update(RAYSGD_HOOK="1"),
         resume_from_checkpoint=Checkpoint.from_dict({"epoch": 7}),
         run_config=in_folder(tmp_path, name="run", checkpoint_config=CheckpointConfig(num_to_keep=0)),
     )
     result = trainer.fit()
     assert [each["metadata"] for each in result.return_values] == [{"who": ["me"]}] * 2
     assert result.return_value["names"] == ("run", str(tmp_path / "run"))
+    assert result.return_value["hook"] == "1"
+    with pytest.raises(ValueError, match="initialization_hook must be a function"):
+        DataParallelTrainer(loop, initialization_hook=5)  # type: ignore[arg-type]
     assert {each["ranks"] for each in result.return_values} == {(0, 0, 2), (1, 1, 2)}
     assert result.checkpoint is not None
     assert result.checkpoint.to_dict()["epoch"] == 8

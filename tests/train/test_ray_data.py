@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from raysgd import ElasticConfig, train
-from raysgd.ray_data.splits import make_splits, no_room_for_data
 from raysgd.train import DataConfig, Trainer
+from raysgd.train.splits import make_splits
+from raysgd.workers.dealers import no_room_for_data
 from tests.peek import run_with_shards, want_workers
 
 ray_data = pytest.importorskip("ray.data")

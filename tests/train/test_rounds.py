@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from raysgd.callbacks.base import TRACES
 from raysgd.core.messages import FunctionReport
 from raysgd.errors import CheckpointError
 from raysgd.train import Backend, ReportMismatchError, checkpoint_manager
@@ -71,6 +72,14 @@ def test_a_row_of_rank_0_that_nobody_will_repeat_is_recorded(driver: Driver) -> 
     assert (driver.attempt.reports, driver.latest()) == (1, 0)
     driver.run.close()
     assert fetched(driver) == [([{"step": 0}], False)]
+
+
+def test_profiler_traces_are_in_no_row(driver: Driver) -> None:
+    for rank in range(2):
+        driver.report(rank, step=0, **{TRACES: {"trace.json": bytes([rank])}})
+    result = driver.run.next_round(60)
+    assert result is not None and result.rows == [{"step": 0}, {"step": 0}]
+    assert result.traces == [{"trace.json": b"\0"}, {"trace.json": b"\1"}]
 
 
 def test_after_a_mismatch_nothing_is_a_round(driver: Driver) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from raysgd import CheckpointError, train
+from raysgd.errors import ConfigError
+from raysgd.train.elastic_state import ByReference
 from tests.replicas import FunctionRank, Interrupted
 
 
@@ -53,6 +55,20 @@ def test_a_saved_checkpoint_is_a_copy() -> None:
     assert Worker().run(function) == [1]
 
 
+def commits() -> None:
+    train.elastic({"number": 0}).commit()
+
+
+@pytest.mark.parametrize("kept", ["nothing", "a checkpoint", "a commit"])
+def test_a_function_that_begins_again_says_so(kept: str, caplog: pytest.LogCaptureFixture) -> None:
+    saved = train.Checkpoint.from_dict({"epoch": 1}).to_bytes() if kept == "a checkpoint" else None
+    worker = FunctionRank()
+    worker.run(commits if kept == "a commit" else print)
+    worker.run(print, checkpoint=saved, number=2)
+    said = "starts again from its beginning, because it has saved no checkpoint"
+    assert [said in each for each in caplog.messages] == [True] * (kept == "nothing")
+
+
 def test_dataset_shards() -> None:
     shards = tuple({"train": [rank], "test": [-rank]} for rank in range(3))
     assert Worker().run(lambda: train.get_dataset_shard("test"), shards=shards) == [-1]
@@ -76,6 +92,7 @@ def test_dataset_shards() -> None:
         train.get_dataset_shard,
         train.get_context,
         lambda: train.elastic({"a": 1}),
+        lambda: train.once(lambda: 1),
     ],
 )
 def test_calls_outside_a_training_function_warn(call: Callable[[], Any]) -> None:
@@ -146,6 +163,15 @@ def test_a_thread_of_the_function_can_report() -> None:
     worker = Worker()
     worker.run(function)
     assert len(worker.messages) == 1
+
+
+def test_a_function_has_one_elastic_state() -> None:
+    def function() -> None:
+        train.elastic({"first": 0}).commit()
+        train.elastic({"second": 0})
+
+    with pytest.raises(ConfigError, match=r"train.elastic\(\) was called twice"):
+        Worker().run(function)
 
 
 # -- stopping and resuming ----------------------------------------------------------------------------
@@ -243,6 +269,44 @@ def test_another_run_begins_without_the_commits_of_the_one_before() -> None:
     assert [worker.run(function, run=run, number=number) for run, number in ((1, 1), (1, 2), (2, 1))] == [1, 2, 1]
 
 
+def counts_itself(state: Any) -> None:
+    for epoch in range(2):
+        state["epoch"] = epoch
+        state.commit()
+
+
+def begins_with_it(state: Any) -> None:
+    state.sync()
+    while state["epoch"] < 2:
+        state["epoch"] += 1
+        state.commit()
+    state.commit()
+
+
+def counts_nothing(state: Any) -> None:
+    state["loss"] = 0.5
+    state.commit()
+
+
+@pytest.mark.parametrize(
+    ("loop", "given", "lines"),
+    [
+        (counts_itself, {"epoch": 0}, 1),
+        (begins_with_it, {"epoch": 0}, 0),
+        (counts_nothing, {"loss": 1.0}, 0),
+        (lambda state: state.commit(), {"model": torch.nn.Linear(1, 1)}, 0),
+    ],
+)
+def test_a_function_that_does_not_begin_where_its_state_is_is_named_once(
+    loop: Any, given: dict[str, Any], lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = FunctionRank()
+    for number in range(1, 3):
+        worker.run(lambda: loop(train.elastic(given)), number=number)
+        said = "commits without having read state['epoch']: if it counts in variables of its own, it repeats"
+        assert [said in each for each in caplog.messages] == [True] * (lines * (number - 1))
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_what_was_reported_after_the_last_commit_is_not_reported_again(replaced: bool) -> None:
     def function(until: int) -> None:
@@ -279,6 +343,83 @@ def test_a_report_after_the_next_commit_is_new() -> None:
     worker.run(function, 2)
     worker.run(function, 3, number=2, reports=len(worker.messages))
     assert [metrics["batch"] for _, metrics, _ in worker.messages] == [1, 2, 3]
+
+
+def test_a_checkpoint_of_one_rank_is_no_boundary_between_commits() -> None:
+    """Otherwise that rank would stop for a new worker at an earlier commit than the others."""
+
+    def function() -> None:
+        train.save_checkpoint(epoch=0)
+        state = train.elastic({"batch": 0})
+        for _ in range(2):
+            state.commit()
+            if train.world_rank() == 0:
+                train.report({}, checkpoint=train.Checkpoint.from_dict({}))
+
+    ranks = [FunctionRank(rank, 2) for rank in range(2)]
+    for rank in ranks:
+        rank.run(function)
+    assert [rank.progress.step for rank in ranks] == [3, 3]
+
+
+def test_content_by_reference_is_copied_when_the_function_ends() -> None:
+    weights = torch.zeros(2)
+
+    class Part:
+        def state_dict(self) -> dict[str, Any]:
+            return {"weights": ByReference({"one": weights}), "steps": [1]}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            loaded.append(state["weights"].content["one"].tolist())
+
+    def function() -> None:
+        state = train.elastic({"part": Part()})
+        state.commit()
+        weights.add_(1)  # as `optimizer.step()` does
+
+    loaded: list[list[float]] = []
+    worker, replacement = Worker(), Worker()
+    worker.run(function)
+    weights.add_(5)
+    replacement.load(worker.state())
+    for rank in (worker, replacement):
+        rank.run(lambda: train.elastic({"part": Part()}) and None, number=2)
+    assert loaded == [[1, 1], [1, 1]]
+
+
+def test_an_object_is_made_once_for_all_attempts_of_a_run() -> None:
+    made: list[str] = []
+
+    def load() -> list[str]:
+        made.append("load")
+        return made
+
+    def function() -> Any:
+        assert train.once(load) is made
+        return train.once(lambda: made.append("other") or "other", "other")
+
+    worker = Worker()
+    for run, number in ((1, 1), (1, 2), (2, 1)):
+        assert worker.run(function, run=run, number=number) == "other"
+    assert made == ["load", "other"] * 2
+    with pytest.raises(ValueError, match="twice with the name 'one'"):
+        worker.run(lambda: [train.once(lambda: 1, "one") for _ in range(2)])
+    with pytest.raises(ValueError, match="takes a function"):
+        worker.run(lambda: train.once(5))  # type: ignore[arg-type]
+
+
+def test_accelerate_forgets_the_ranks_before_each_attempt() -> None:
+    pytest.importorskip("accelerate")
+
+    def function() -> bool:
+        from accelerate.state import PartialState
+
+        known = bool(PartialState._shared_state)
+        PartialState(cpu=True)
+        return known
+
+    worker = Worker()
+    assert [worker.run(function, number=number) for number in range(2)] == [False, False]
 
 
 def test_a_commit_has_the_versions_of_a_models_modules() -> None:

@@ -174,7 +174,7 @@ def test_the_files_of_a_run_can_be_read_while_it_is_running(tmp_path: Path) -> N
     assert (past.status, past.settings) == ("running", {"a": b"b"})
     assert [row["loss"] for row in past.rows] == [0.5, 0.25, 0.125]
     assert past.rows[0]["many"] == "tensor([1., 1.])"
-    assert past.reported_with()[0]["loss"] == 0.25, "the metrics that were reported with the checkpoint"
+    assert past.metrics_by_checkpoint()[0]["loss"] == 0.25, "the metrics that were reported with the checkpoint"
     resumed = RunRecord(tmp_path, tmp_path, "T", {}, past)
     resumed.begin({})
     resumed.add({"loss": 0.0}, 1)
@@ -306,3 +306,23 @@ def test_a_run_in_remote_storage_has_its_own_local_directory(tmp_path: Path, mon
     assert _log_dir(Uri("s3://a/run"), resume=True) == home / "run_2"
     assert _log_dir(Uri("s3://c/run"), resume=True) == home / "run_4"
     assert [path.name for path in (home / "run").iterdir()] == ["trainer.zip"]
+
+
+@pytest.mark.parametrize(
+    ("made", "keeps"),
+    [
+        (lambda: train.CheckpointConfig(checkpoint_score_attribute="val_loss"), "highest"),
+        (lambda: train.CheckpointStrategy(checkpoint_score_attribute="loss"), "highest"),
+        (lambda: train.CheckpointConfig(checkpoint_score_attribute="acc", checkpoint_score_order="min"), "lowest"),
+        (lambda: train.CheckpointConfig(checkpoint_score_attribute="loss", checkpoint_score_order="min"), None),
+        (lambda: train.CheckpointConfig(checkpoint_score_attribute="accuracy"), None),
+        (lambda: train.CheckpointConfig(checkpoint_score_attribute="neg_log_loss"), None),
+        (train.CheckpointConfig, None),
+    ],
+)
+def test_an_order_that_keeps_the_worst_checkpoint_is_named(made: Any, keeps: str | None, caplog: Any) -> None:
+    made()
+    assert [
+        f"keeps the checkpoint with the {keeps} value: pass checkpoint_score_order='" in each
+        for each in caplog.messages
+    ] == [True] * (keeps is not None)

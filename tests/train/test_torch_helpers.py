@@ -299,6 +299,30 @@ def test_an_elastic_loader_resumes_from_its_state() -> None:
         in_function(lambda: train.torch.elastic_data_loader([1]))
 
 
+def test_an_elastic_loader_of_a_loop_that_counts_batches() -> None:
+    """Such as those of other libraries' trainers, which never ask for the end of an epoch."""
+
+    def make() -> Any:
+        loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=3, shuffle=True)
+        return in_function(lambda: train.torch.elastic_data_loader(loader))
+
+    def counted(loader: Any) -> list[int]:
+        size = len(loader)
+        batches = iter(loader)
+        return sorted(value for _ in range(size) for value in next(batches)[0].tolist())
+
+    loader = make()
+    for epoch in range(3):
+        assert counted(loader) == list(range(20))
+        assert loader.epochs_begun == epoch + 1
+    again = make()
+    again.load_state_dict(loader.state_dict())  # committed after the last step: the loop has not seen the end
+    assert [list(again), counted(again)] == [[], list(range(20))]
+    again.load_state_dict(loader.state_dict())
+    assert [counted(again), counted(again)] == [[], list(range(20))]
+    assert again.epochs_begun == 4
+
+
 def trained(config: dict[str, Any]) -> tuple[list[float], list[float], str]:
     train.torch.enable_reproducibility()
     model = train.torch.prepare_model(nn.Linear(1, 1), ddp_kwargs={"broadcast_buffers": False})

@@ -3,15 +3,18 @@
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from raysgd import CheckpointError, ConfigError, NotActiveError
 from raysgd.torch import TorchTrainer
+from raysgd.training.saves import Saves
 from tests import storing
 from tests.storage import damage
 from tests.torch.small import Line, inline, weights
@@ -78,6 +81,40 @@ def test_training_continues_while_a_state_is_saved_and_failures_are_reported(
         with pytest.raises((TypeError, CheckpointError), match="this cannot be saved"):
             trainer.save(tmp_path / "z.pt")
         assert os.listdir(tmp_path) == ["then.pt"]
+
+
+def for_tensorflow() -> Any:
+    small = pytest.importorskip("tests.tf.small")
+    from raysgd.tf import TFTrainer
+
+    return TFTrainer(small.model_creator, small.data_creator)
+
+
+@pytest.mark.parametrize("make", [inline, for_tensorflow])
+def test_every_call_reports_a_save_that_has_failed(
+    make: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(saves: Saves) -> None:
+        raise CheckpointError("an earlier save failed")
+
+    with make() as trainer:
+        state, path = trainer.state_dict(), trainer.save(tmp_path / "there")
+        calls: dict[str, Callable[[], Any]] = {
+            "train": trainer.train,
+            "validate": trainer.validate,
+            "test": trainer.test,
+            "predict": lambda: trainer.predict(np.zeros((4, 8), "float32")),
+            "state_dict": trainer.state_dict,
+            "load_state_dict": lambda: trainer.load_state_dict(state),
+            "save": lambda: trainer.save(tmp_path / "x"),
+            "load": lambda: trainer.load(path),
+            "apply_all_workers": lambda: trainer.apply_all_workers(int),
+        }
+        with monkeypatch.context() as patch:
+            patch.setattr(Saves, "raise_failed", fails)
+            for call in calls.values():
+                with pytest.raises(CheckpointError, match="an earlier save failed"):
+                    call()
 
 
 def test_only_true_and_false_choose_how_to_save(tmp_path: Path) -> None:

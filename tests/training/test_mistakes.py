@@ -1,7 +1,9 @@
 """Typical mistakes: none is silent, and each message says what was passed, what is allowed and what to do."""
 
+import pickle
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,22 @@ from torch.utils.data import DataLoader, TensorDataset
 import raysgd
 from raysgd import AutoCheckpoint, ElasticConfig, TrainingOptions
 from raysgd.callbacks import EMA, Callback, EarlyStopping
+from raysgd.errors import ConfigError
 from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.torch.replica import TorchReplica
 from raysgd.train import Trainer
 from tests.replicas import send_to_workers
 from tests.torch.small import Line, inline, operator_of, rows
 
 HOME = Path(raysgd.__file__).parent
 Case = tuple[Callable[[], Any], list[str]]
+
+
+class Others:
+    """A base class of another library."""
+
+    def on_epoch_end(self) -> None:
+        """A hook of that library."""
 
 
 class Own(Callback):
@@ -76,6 +87,10 @@ def other_parameters(model: Any, optimizer: Any) -> Any:
     return torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
 
 
+def two_optimizers(model: Any, optimizer: Any) -> Any:
+    return [torch.optim.SGD([each], lr=0.1) for each in model.parameters()]
+
+
 def other_schedule(model: Any, optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(other_parameters(model, optimizer), 1)
 
@@ -123,11 +138,27 @@ class Sparse(Line):
         return {"train_loader": [(torch.ones(4, 3, dtype=torch.long), torch.ones(4, 1))]}
 
 
+def setup_in_another_order(self: Any, config: dict[str, Any]) -> None:
+    Line.setup(self, config)
+    self.criterion, self.optimizer = self.optimizer, self.criterion
+
+
 def without_super(self: Any, *args: Any, **kwargs: Any) -> None:
     """Forgets the base class."""
 
 
 ARGUMENTS: dict[str, Case] = {
+    "a class of options": (
+        made(options=TrainingOptions),
+        ["options must be a raysgd.TrainingOptions, got <class", "TrainingOptions(...)"],
+    ),
+    "options as a dict": (made(elastic={"min_workers": 1}), ["elastic must be a raysgd.Elas", "ElasticConfig(...)"]),
+    "a class of checkpoints": (made(checkpoints=AutoCheckpoint), ["checkpoints must be", "AutoCheckpoint(...)"]),
+    "a number as logdir": (made(logdir=5), ["logdir must be a path", "got 5"]),
+    "a hook with an argument": (
+        made(initialization_hook=lambda config: None),
+        ["initialization_hook must be a function without arguments, got <function"],
+    ),
     "use_tqdm as text": (made(use_tqdm="yes"), ["use_tqdm must be True or False", "got 'yes'"]),
     "a callback that is a function": (made(callbacks=[print]), ["raysgd.callbacks.Callback objects", "print"]),
     "a callback that is a class": (made(callbacks=[Callback]), ["got the class Callback", "pass Callback()"]),
@@ -144,6 +175,18 @@ OPTIONS: dict[str, Case] = {
     "an argument of the other TorchTrainer": (
         lambda: TorchTrainer(train_loop_per_worker=print),  # type: ignore[call-arg]
         ["takes no argument 'train_loop_per_worker'", "trains an operator class", "The trainers of raysgd.train"],
+    ),
+    "a number of workers of a training function": (
+        lambda: raysgd.train.TorchTrainer(print, num_workers=2),
+        ["takes no argument 'num_workers'", "scaling_config=ScalingConfig(num_workers="],
+    ),
+    "a dict as a report's checkpoint": (
+        lambda: raysgd.train.report({"loss": 1}, checkpoint={"epoch": 1}),
+        ["checkpoint must be a Checkpoint, got {'epoch': 1}", "Checkpoint.from_dict"],
+    ),
+    "a loss in the place of its creator": (
+        lambda: TrainingOperator.from_creators(print, print, loss_creator=nn.MSELoss()),
+        ["loss_creator must be a function", "got MSELoss()"],
     ),
     "a misspelled option": (lambda: TrainingOptions(clip_nrom=1), ["TrainingOptions", "did you mean 'clip_norm'"]),  # type: ignore[call-arg]
     "a clip that is a flag": (lambda: TrainingOptions(clip_value=True), ["above 0, or None", "got True"]),
@@ -233,6 +276,10 @@ PARTS: dict[str, Case] = {
         scheduled(registering(schedulers=lambda model, optimizer: optimizer), "epoch"),
         ["schedulers got SGD", "one of the optimizers", "pass it as optimizers=..."],
     ),
+    "parts in another order": (
+        made(operator=own(setup=setup_in_another_order)),
+        ["setup sets self.criterion to an optimizer, SGD", "in this order"],
+    ),
     "no optimizers": (made(operator=registering(optimizers=None)), ["optimizers must not be None", "pass []"]),
     "a method's name": (
         made(operator=setting("step", 0)),
@@ -258,6 +305,10 @@ DATA: dict[str, Case] = {
         called("train", loading([torch.ones(4, 2)])),
         ["got a Tensor without a target", "return (features, target)", "override train_batch"],
     ),
+    "a sampler without a length": (
+        called("train", loading(DataLoader(TensorDataset(*rows()), batch_size=4, sampler=iter(range(12))))),
+        ["the sampler range_iterator has no length", "give it a __len__"],
+    ),
     "a list as a call's data": (
         called("train", dataset=[1, 2]),
         ["dataset must be a Ray Dataset", "got [1, 2]", "register_data"],
@@ -271,6 +322,10 @@ RESULTS: dict[str, Case] = {
         )
         for name in ("epoch", "skipped_steps")
     },
+    "a batch count that is no number": (
+        called("train", own(train_epoch=lambda self, iterator, info=None: {"batch_count": torch.ones(2)})),
+        ["Own.train_epoch returned a metric named 'batch_count'"],
+    ),
     "a validation's metric named epoch": (
         called("validate", own(validate_batch=lambda self, batch, batch_info: {"epoch": 7})),
         ["Own.validate_batch returned a metric named 'epoch'", "'my_epoch'"],
@@ -286,12 +341,27 @@ CALLS: dict[str, Case] = {
         called("train", own(train_batch=step_with_a_closure)),
         ["self.step() takes an optimizer, got <function", "passes no closure on", "Call the step(closure)"],
     ),
+    "two optimizers in the default train_batch": (
+        called("train", registering(optimizers=two_optimizers)),
+        [
+            "steps one optimizer, and self.optimizer is a list of 2",
+            "override train_batch, and call self.step(optimizer)",
+        ],
+    ),
+    "LBFGS in the default train_batch": (
+        called("train", registering(optimizers=lambda model, optimizer: torch.optim.LBFGS(model.parameters()))),
+        ["LBFGS.step needs one: override train_batch, and call self.optimizer.step(closure)"],
+    ),
     "sparse gradients that are clipped": (
         called("train", Sparse, options=TrainingOptions(clip_norm=1.0)),
         ["clip_norm=1.0 cannot clip", "sparse=False"],
     ),
     "a misspelled argument of predict": (called("predict", data=[1], batchsize=2), ["mean 'batch_size'"]),
     "profile as text": (called("validate", profile="yes"), ["profile must be True or False", "got 'yes'"]),
+    "load a state as a file": (
+        called("load", checkpoint={"models": [1] * 1000}),
+        ["must be a path", "(3012 characters)", "load_state_dict() takes a dictionary"],
+    ),
     "load another state": (called("load_state_dict", state_dict={"a": 1}), ["not a checkpoint of raysgd", "['a']"]),
     "a lock in the config": (
         lambda: send_to_workers(Line, {"path": "x", "guard": threading.Lock()}),
@@ -322,11 +392,42 @@ def test_a_mistake_is_explained(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         ("training_step", "train_batch"),
         ("train_step", "train_batch"),
         ("validation_batch", "validate_batch"),
+        ("valid_batch", "validate_batch"),
+        ("compute_loss", "train_batch"),
+        ("on_epoch_end", "train_epoch"),
+        ("resize", "resized"),
+        ("on_step_end", "on_step"),
+        ("on_train_batch_end", "on_step"),
+        ("on_train_epoch_start", "train_epoch"),
+        ("on_epoch_begin", "train_epoch"),
+        ("on_train_batch_start", "train_batch"),
+        ("on_train_start", "setup"),
+        ("on_validation_epoch_end", "validate"),
+        ("on_save_checkpoint", "state_dict"),
     ],
 )
 def test_a_misspelled_method_is_noticed(method: str, meant: str) -> None:
     with pytest.warns(UserWarning, match=f"never calls Own.{method} by itself: did you mean '{meant}'"):
         inline(own(**{method: lambda self, *args: {}})).shutdown()
+
+
+def test_a_hook_of_another_library_is_noticed_beside_the_method_that_is_meant() -> None:
+    def train_batch(self: Any, batch: Any, batch_info: Any) -> dict[str, Any]:
+        return {}
+
+    with pytest.warns(UserWarning, match=r"never calls Own.on_train_batch_start by itself: did you mean 'train_batch'"):
+        inline(own(train_batch=train_batch, on_train_batch_start=lambda self, *args: None)).shutdown()
+
+
+def test_a_hook_of_another_library_is_noticed() -> None:
+    with pytest.warns(UserWarning, match=r"never calls Mine.on_epoch_end: its callbacks have .* on_result,") as caught:
+        made(callbacks=[type("Mine", (Callback,), {"on_epoch_end": lambda self: None})()])()
+    assert len(caught) == 1 and caught[0].filename.endswith("small.py")  # which creates the trainer
+
+
+def test_a_number_in_the_place_of_batch_info_is_noticed() -> None:
+    with pytest.warns(UserWarning, match=r"Own.train_batch gets a dict as its second argument, not a number"):
+        inline(own(train_batch=lambda self, batch, batch_idx: {})).shutdown()
 
 
 def test_a_state_that_nothing_restores_is_noticed() -> None:
@@ -347,8 +448,11 @@ def test_a_count_in_the_place_of_the_optimizer_is_refused() -> None:
 
 
 def test_helpers_of_the_users_own_are_no_mistakes(recwarn: pytest.WarningsRecorder) -> None:
-    inline(own(train_batches=lambda self: 1, validation=lambda self: 2, step_batch=lambda self: 3)).shutdown()
-    inline(own(train_batch=lambda self, batch, batch_info: {}, train_step=lambda self: 1)).shutdown()
+    inline(own(validation=lambda self: 2, step_batch=lambda self: 3)).shutdown()
+    inline(own(train_batch=lambda self, batch, batch_info: self.train_step(), train_step=lambda self: 1)).shutdown()
+    inline(own(train_epoch=lambda self, *_: self.train_batches(), train_batches=lambda self: 1)).shutdown()
+    inline(own(train_epoch=lambda self, *_: self.on_epoch_end(), on_epoch_end=lambda self: 1)).shutdown()
+    made(callbacks=[type("Two", (Callback, Others), {"on_epoch_end": lambda self: None})()])()
     assert not [warning for warning in recwarn if "never calls" in str(warning.message)]
 
 
@@ -363,6 +467,8 @@ def test_helpers_of_the_users_own_are_no_mistakes(recwarn: pytest.WarningsRecord
             {"num_samples": 0, "loss": 1.0},
             "num_samples was 0 in all batches of rank 0. So none of them counts in the means",
         ),
+        ({"accuracy": (3, 4)}, "the second one being the number of samples: accuracy. A pair is (mean, weight)"),
+        ({"num_samples": 2, "loss": 1.0}, "num_samples=2, which is how many parts the batch has"),
     ],
 )
 def test_metrics_that_cannot_be_averaged_are_named_once(
@@ -375,6 +481,34 @@ def test_metrics_that_cannot_be_averaged_are_named_once(
             getattr(trainer, call)()
             getattr(trainer, call)()
         assert len([each for each in caplog.messages if message in each]) == 1, caplog.messages
+
+
+def test_numbers_in_texts_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    def validate_batch(self: Any, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return {"accuracy": f"{batch_info['batch_idx'] / 8:.1%}", "version": "20261128", "num_samples": 1}
+
+    with inline(own(validate_batch=validate_batch)) as trainer:
+        trainer.validate()
+        trainer.validate()
+    (said,) = caplog.messages
+    assert "numbers in a text, of which the result has that of the last batch: accuracy. Return" in said
+
+
+def test_methods_that_are_used_in_inner_functions_are_not_named() -> None:
+    def train_batch(self: Any, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return {"loss": sum([self.train_step(each) for each in batch]), "other": (lambda: self.compute_loss(batch))()}
+
+    names = {"train_step": lambda self, each: 0.0, "compute_loss": lambda self, batch: 0.0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inline(own(train_batch=train_batch, **names)).shutdown()
+
+
+@pytest.mark.parametrize("value", [(3, 7), (1, 4), (3.0, 4), (torch.tensor(0.5), 4), (3, 4), "a text"])
+def test_metrics_that_are_as_they_should_be_are_not_named(value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with inline(own(validate_batch=lambda self, *_: {"metric": value, "num_samples": 4})) as trainer:
+        trainer.validate()
+    assert not caplog.messages
 
 
 def test_a_collective_call_on_one_worker_says_what_to_write() -> None:
@@ -500,3 +634,30 @@ def test_settings_that_a_loaded_state_replaces_are_named(
     warnings = [message for message in caplog.messages if "training continues with them" in message]
     assert [said in warning for warning in warnings] == ([True] if said else []), caplog.messages
     assert all(warning.count("(here: ") == 1 for warning in warnings)
+
+
+def test_a_config_that_the_workers_have_got_cannot_be_changed() -> None:
+    with inline(config={"lr": 0.1}) as trainer:
+        changes: list[Callable[[dict[str, Any]], Any]] = [
+            lambda config: config.__setitem__("lr", 0.5),
+            lambda config: config.update(lr=0.5),
+            lambda config: config.pop("lr"),
+            lambda config: config.setdefault("rate", 0.5),
+        ]
+        for change in changes:
+            with pytest.raises(ConfigError, match=r"trainer.config cannot be changed.*apply_all_operators"):
+                change(trainer.config)
+        assert pickle.loads(pickle.dumps(trainer.config)) == trainer.config == {"lr": 0.1}
+
+
+def test_workers_make_tensors_of_the_scripts_default_type() -> None:
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with inline() as trainer:
+            settings = trainer._factory.settings
+        torch.set_default_dtype(before)
+        TorchReplica.prepare_process(settings)
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(before)

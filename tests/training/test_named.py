@@ -12,8 +12,8 @@ from raysgd.config import ElasticConfig
 from raysgd.errors import ConfigError
 from raysgd.training.named import NamedRun, checked_name
 from raysgd.training.place import Made, Place
-from raysgd.training.replica_base import OperatorReplicaFactory, ReplicaBase
-from raysgd.training.settings import ReplicaSettings
+from raysgd.training.replica_base import ReplicaBase
+from raysgd.training.settings import OperatorReplicaFactory, ReplicaSettings
 
 
 class Tenure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd import TorchTrainer
+from raysgd import RaysgdError, TorchTrainer
 from raysgd.callbacks import Callback, EarlyStopping
+from raysgd.errors import ResourceError
 from raysgd.training.place import Made, Place, storable
 from tests.torch.small import inline, weights
 from tests.training.test_auto_checkpoint import STEPS, Noisy, lived_until, started
@@ -172,3 +174,30 @@ def test_values_that_json_holds_are_stored(values: list[Any]) -> None:
 @pytest.mark.parametrize("values", [[torch.ones(1)], [(1, 2)], [{1: 2}], [float("nan")]])
 def test_other_values_are_not(values: list[Any]) -> None:
     assert storable(values) is None
+
+
+class Mine(Exception):
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+def test_a_call_that_raised_an_error_raises_one_like_it() -> None:
+    class Local(Exception):
+        pass
+
+    place = Place()
+    raised = [(Mine(1, 2), Mine, "^1 and 2$"), (OSError("x"), OSError, "^x$"), (Local("y"), RaysgdError, "Local: y$")]
+    for error in (
+        *(each for each, *_ in raised),
+        ResourceError("z"),
+        KeyboardInterrupt(),
+    ):  # the last two may not come again
+        place.note_error("train()", error)
+    again = Place()
+    again.resume(1, 2, json.loads(json.dumps(place.as_json())))
+    assert again.begin_body(1, 2) == 0
+    for _, kind, text in raised:
+        with pytest.raises(kind, match=text) as found:
+            again.recorded("train()")
+        assert type(found.value) is kind
+    assert again.made == place.made and len(place.made) == len(raised)

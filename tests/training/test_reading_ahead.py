@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from raysgd import TorchTrainer, TrainingOptions
-from raysgd.core.progress import Control
+from raysgd.core.control import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.training.feed import Feed
 from raysgd.training.position import Position

@@ -1,13 +1,15 @@
 """Snapshots are uploaded on one thread: the newest always, and older ones only if there is time."""
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from raysgd.core.control import Control
 from raysgd.core.messages import SnapshotUpload
-from raysgd.core.progress import Control, Progress
+from raysgd.core.progress import Progress
 from raysgd.training import snapshots
 from raysgd.training.snapshots import Snapshotter
 
@@ -44,8 +46,26 @@ def uploads(driver: Driver) -> Iterator[Snapshotter]:
     uploads.close()
 
 
-def send(uploads: Snapshotter, call: int, size: int = 1) -> None:
-    uploads.send(SnapshotUpload(Progress(), call), [b"x" * size, b"y"])
+class Copied:
+    """Content of this size, which is packed when the `gate` is open."""
+
+    def __init__(self, size: int, gate: threading.Event | None = None) -> None:
+        self.size, self._gate = size + 1, gate
+        self.released = False
+
+    def __enter__(self) -> list[bytes]:
+        if self._gate is not None:
+            assert self._gate.wait(60)
+        return [b"x" * (self.size - 1), b"y"]
+
+    def __exit__(self, *error: object) -> None:
+        self.released = True
+
+
+def send(uploads: Snapshotter, call: int, size: int = 1, gate: threading.Event | None = None) -> Copied:
+    content = Copied(size, gate)
+    uploads.send(SnapshotUpload(Progress(), call), content, content.size)
+    return content
 
 
 def test_training_does_not_wait_and_the_newest_is_uploaded_after_the_first(
@@ -54,7 +74,7 @@ def test_training_does_not_wait_and_the_newest_is_uploaded_after_the_first(
     send(uploads, 1)
     driver.begun.acquire()
     for call in (2, 3, 4):
-        uploads.wait_for_room()
+        assert uploads.has_room(waits=False)
         send(uploads, call)
     driver.allowed.release(2)
     uploads.wait()
@@ -64,7 +84,7 @@ def test_training_does_not_wait_and_the_newest_is_uploaded_after_the_first(
 def test_a_large_one_is_waited_for_before_the_next_is_taken(driver: Driver, uploads: Snapshotter) -> None:
     send(uploads, 1, size=snapshots.SMALL)
     driver.begun.acquire()
-    waited = threading.Thread(target=uploads.wait_for_room)
+    waited = threading.Thread(target=uploads.has_room, kwargs={"waits": True})
     waited.start()
     waited.join(0.1)
     assert waited.is_alive()
@@ -76,14 +96,18 @@ def test_a_large_one_is_waited_for_before_the_next_is_taken(driver: Driver, uplo
 def test_one_in_the_middle_of_an_epoch_is_left_out_if_a_large_one_is_still_being_sent(
     driver: Driver, uploads: Snapshotter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The other ranks wait in a collective call meanwhile, whose limit would end the training."""
-    send(uploads, 1, size=snapshots.SMALL)
+    """No step waits for that, also not while it is still being packed."""
+    gate = threading.Event()
+    content = send(uploads, 1, size=snapshots.SMALL, gate=gate)
+    began = time.monotonic()
+    assert not uploads.has_room(waits=False)
+    gate.set()
     driver.begun.acquire()
-    assert [uploads.wait_for_room(0.01) for _ in range(2)] == [False, False]
-    assert caplog.text.count("a snapshot in the middle of an epoch was left out") == 1
+    assert not uploads.has_room(waits=False) and time.monotonic() - began < 1.0
+    assert caplog.text.count("a snapshot in the middle of an epoch was left out") == 1 and not content.released
     driver.allowed.release()
     uploads.wait()
-    assert uploads.wait_for_room(0.01)
+    assert uploads.has_room(waits=False) and content.released
 
 
 def test_a_wait_has_a_limit_and_one_thread_serves_all(driver: Driver, uploads: Snapshotter) -> None:

@@ -39,8 +39,8 @@ class Rank(SimpleNamespace):
         control = SimpleNamespace(
             ask=lambda *_: Reply(4, {"draft": None, "transfers": [""], "later": True}), giving=gone
         )
-        super().__init__(_control=control, rank=0, progress=Progress(step=2), saves_together=together)
-        self.checkpoint_writer, self._share = writer, lambda: None
+        super().__init__(control=control, rank=0, progress=Progress(step=2), saves_together=together)
+        self.checkpoint_writer, self.share = writer, lambda: None
 
     def partial(self) -> Measured:
         return Measured({}, 0)

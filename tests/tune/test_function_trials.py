@@ -69,7 +69,7 @@ def test_tune_accepts_a_trainer(ray_cluster: None, tmp_path: Path) -> None:
     with best.checkpoint.as_directory() as folder:
         assert {"epoch": 2, "rate": 3}.items() <= Checkpoint(Path(folder) / "checkpoint.zip").to_dict().items()
     going_on = DataParallelTrainer(learn, resume_from_checkpoint=best.checkpoint)
-    newest = going_on.job().manager(tmp_path).latest
+    newest = going_on.job().make_manager(tmp_path).latest
     assert newest is not None and newest.to_dict()["epoch"] == 2, "training can start from a trial's checkpoint"
     assert len(best.best_checkpoints) == 3, "Tune keeps the checkpoint of each report"
     wait_for_free_cpus()

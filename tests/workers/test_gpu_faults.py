@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from raysgd.core.control import Control
 from raysgd.core.gpu_failures import GpuFailures
 from raysgd.core.outcomes import Failed, GpuFault, Interrupted, Ok, Outcome, WorkerFailed
 from raysgd.core.policy import classify, with_user_errors
-from raysgd.core.progress import Control, Progress
+from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo, SingleWorkerBackend
 from raysgd.engine.failure import MEMORY_HINT, raise_user_error

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from raysgd.core.control import Control
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
-from raysgd.core.progress import Control, Progress
+from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo, SingleWorkerBackend
 from raysgd.workers.calls import with_value

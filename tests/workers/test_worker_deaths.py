@@ -195,7 +195,20 @@ def test_waiting_for_new_workers_is_logged_once(caplog: pytest.LogCaptureFixture
     assert caplog.messages == ["waiting for 4 new workers to start, which need 4 CPU (0 free)"]
 
 
-def test_a_growth_in_which_no_worker_could_join(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        (Progress(), "growth: no new worker joined, training continues with 2 workers (2 before), after 20.20 s"),
+        (
+            Progress(epoch=1),
+            "growth: no new worker joined, training continues with 2 workers (2 before), in place, 0 batches redone, after 20.20 s",
+        ),
+    ],
+)
+def test_the_line_of_a_growth_in_which_no_worker_could_join(
+    at: Progress, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a batch or a commit, nothing could be redone: a training function starts again."""
     log = RecoveryLog(lambda recovery: None)
-    log.record(Observation("broken", reason="growth"), Progress(), ranks=(), before=2, after=2, seconds=20.2)
-    assert "growth: no new worker joined, training continues with 2 workers (2 before), in place" in caplog.text
+    log.record(Observation("broken", reason="growth"), at, ranks=(), before=2, after=2, seconds=20.2)
+    assert caplog.messages == [said]

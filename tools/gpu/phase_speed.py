@@ -12,6 +12,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,7 +72,7 @@ def vectors(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, 32), torch.randint(10, (rows,))
 
 
-MLP = Workload("MLP, batch 64", mlp, vectors, cross_entropy, 64, 2000, "fp32")
+MLP = Workload("MLP, batch 64", mlp, vectors, cross_entropy, 64, 400, "fp32")
 WORKLOADS = (
     MLP,
     Workload("ResNet-50, bf16, channels_last, batch 128", resnet50, images, cross_entropy, 128, 16, "bf16", True),
@@ -96,8 +97,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
 
 
-def by_raysgd(workload: Workload, data: Any, operator: type[TrainingOperator] = Trained) -> TorchTrainer:
-    options = TrainingOptions(precision=workload.precision, channels_last=workload.channels_last)  # type: ignore[arg-type]
+def by_raysgd(workload: Workload, data: Any, operator: type[TrainingOperator] = Trained, **given: Any) -> TorchTrainer:
+    kept: dict[str, Any] = {"precision": workload.precision, "channels_last": workload.channels_last}
+    options = TrainingOptions(**kept, **given)
     config, on_gpu = {"workload": workload, "data": data}, common.gpus() > 0
     return TorchTrainer(training_operator_cls=operator, config=config, options=options, use_gpu=on_gpu, seed=1)
 
@@ -172,10 +174,14 @@ def compare(notes: Notes, workload: Workload, seconds: float) -> None:
     by_hand.epoch()
     own = {"hand-written": allocated() - before}
     before = allocated()
-    with by_raysgd(workload, data) as trainer:
+    with ExitStack() as both:
+        trainer = both.enter_context(by_raysgd(workload, data))
         trainer.train()
         own["raysgd"] = allocated() - before
-        contenders = {"hand-written": by_hand.epoch, "raysgd": trainer.train, "waiting": by_hand.waiting_epoch}
+        waiting = both.enter_context(by_raysgd(workload, data, on_nonfinite="skip"))
+        waiting.train()
+        contenders = {"hand-written": by_hand.epoch, "raysgd": trainer.train}
+        contenders |= {"waiting": by_hand.waiting_epoch, "waiting raysgd": waiting.train}
         epochs = round(min(BLOCK_S, seconds / 50) / timed(by_hand.epoch, 1)[0]) + 1
         times: dict[str, list[float]] = {name: [] for name in contenders}
         peaks: dict[str, float] = {}
@@ -186,9 +192,13 @@ def compare(notes: Notes, workload: Workload, seconds: float) -> None:
                 peaks[name] = own.get(name, 0.0) + peak
     step = {name: statistics.median(each) for name, each in times.items()}
     notes.add(f"{workload.name}: a hand-written step", round(1000 * step["hand-written"], 4), "ms")
-    for name, text in {"raysgd": "raysgd", "waiting": "the loop that waits before each step"}.items():
-        ratio = [mine / other for mine, other in zip(times[name], times["hand-written"], strict=True)]
-        notes.add(f"{workload.name}: {text}, against it", spread(ratio), note=quartiles(ratio))
+    for name, other, text in (
+        ("raysgd", "hand-written", "raysgd, against it"),
+        ("waiting", "hand-written", "the loop that waits before each step, against it"),
+        ("waiting raysgd", "waiting", "raysgd with on_nonfinite, against the loop that waits"),
+    ):
+        ratio = [mine / theirs for mine, theirs in zip(times[name], times[other], strict=True)]
+        notes.add(f"{workload.name}: {text}", spread(ratio), note=quartiles(ratio))
     if common.gpus():
         memory = peaks["raysgd"] / peaks["hand-written"]
         notes.add(

@@ -15,35 +15,46 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
+from tests.peek import newest_snapshot
 from tools.gpu import common
 from tools.gpu.notes import Notes, first_line
 
 EVERY, STEPS = 30, 60  # a snapshot's steps, and those of an epoch
+FIRST_S = 2.0  # to send 1 GiB to the driver: an epoch's first snapshot is sent before the one that is measured
 
 
 class Large(TrainingOperator):
-    """Linear layers of config["bytes"] with plain SGD, so that the state is the weights; notes when each step begins."""
+    """Linear layers of config["bytes"] with plain SGD, so that the state is the weights; notes when the host comes to
+    each step, when the device is there, too, and when the host has launched the step."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        torch.manual_seed(0)
         width = config["width"]
-        layers = [nn.Linear(width, width, bias=False) for _ in range(config["bytes"] // (4 * width * width))]
+        layers = [
+            nn.utils.skip_init(nn.Linear, width, width, bias=False) for _ in range(config["bytes"] // (4 * width**2))
+        ]
+        for layer in layers:
+            nn.init.constant_(layer.weight, 1 / width)
         model = nn.Sequential(*layers)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
         registered = self.register(models=model, optimizers=optimizer, criterion=nn.MSELoss())
         self.model, self.optimizer, self.criterion = registered
-        rows = torch.randn(8 * STEPS, width)
+        rows = torch.ones(8 * STEPS, width)
         self.register_data(train_loader=DataLoader(TensorDataset(rows, rows), batch_size=8))
-        self.began: list[float] = []
+        self.times: list[tuple[float, float, float]] = []
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if len(self.times) == EVERY // 2:
+            time.sleep(FIRST_S * self.config["bytes"] / 2**30)
+        came = time.monotonic()
         common.wait()
-        self.began.append(time.monotonic())
-        return super().train_batch(batch, batch_info)
+        began = time.monotonic()
+        found: dict[str, Any] = super().train_batch(batch, batch_info)
+        self.times.append((came, began, time.monotonic()))
+        return found
 
 
-def begins(operator: Any) -> list[float]:
-    found, operator.began = operator.began, []
+def times(operator: Any) -> list[tuple[float, float, float]]:
+    found, operator.times = operator.times, []
     return list(found)
 
 
@@ -57,15 +68,17 @@ def peak(operator: Any) -> float:
 
 
 def saves(notes: Notes) -> None:
+    took = 0.0  # for each byte
     for size in [1 << 24] if notes.small else [3 << 29, 5 << 30]:
-        name = f"{size / 2**30:.2g} GiB"
-        if notes.left() < size >> 28:
+        name, began = f"{size / 2**30:.2g} GiB", time.monotonic()
+        if notes.left() < took * size:
             notes.add(f"{name}: state", "not run", note="no time left")
             continue
         try:
             measure(notes, name, size)
         except Exception as error:
             notes.add(f"{name}: state", "an error", note=first_line(error))
+        took = (time.monotonic() - began) / size
 
 
 def measure(notes: Notes, name: str, size: int) -> None:
@@ -77,22 +90,35 @@ def measure(notes: Notes, name: str, size: int) -> None:
         path = Path(folder, "state.pt")
         with TorchTrainer(training_operator_cls=Large, config=config, elastic=elastic, **given) as trainer:
             trainer.train()
-            (times,) = trainer.apply_all_operators(begins)
-            steps = [later - earlier for earlier, later in itertools.pairwise(times)]
-            step = statistics.median(steps)
-            pause = max(steps) - step
-            notes.add(
-                f"{name}: longest pause of a step with snapshots", round(pause, 4), "s", f"a step takes {step:.4f} s"
-            )
+            pauses(notes, f"{name}: a snapshot", trainer, EVERY)
             seconds(notes, f"{name}: save()", lambda: trainer.save(path))
-            seconds(notes, f"{name}: save(blocking=False) returns", lambda: trainer.save(path, blocking=False))
-            trainer.train()
+            began = time.monotonic()
+            handle = trainer.save(path, blocking=False)
+            notes.add(f"{name}: save(blocking=False) returns", round(time.monotonic() - began, 4), "s")
+            handle.result()
+            notes.add(f"{name}: save(blocking=False), in total", round(time.monotonic() - began, 4), "s")
             trainer.apply_all_operators(peak)
             seconds(notes, f"{name}: load()", lambda: trainer.load(path))
             most = trainer.apply_all_operators(peak)[0]
             notes.add(f"{name}: most memory of the GPU in load()", round(most, 3), "of the memory afterwards")
+        if notes.left() < size >> 28:
+            notes.add(f"{name}: load() on CPUs", "not run", note="no time left")
+            return
         with TorchTrainer(training_operator_cls=Large, config=config, use_gpu=False) as trainer:
             seconds(notes, f"{name}: load() on CPUs", lambda: trainer.load(path))
+
+
+def pauses(notes: Notes, what: str, trainer: TorchTrainer, step: int) -> None:
+    """Note by how much the pause before this step is longer than usual, for the host alone and with the device."""
+    (found,) = trainer.apply_all_operators(times)
+    # The last call has waited until a snapshot within it had arrived, before it took the one of its end.
+    taken = newest_snapshot(trainer).progress.step >= step
+    host = [came - launched for (_, _, launched), (came, _, _) in itertools.pairwise(found)]
+    both = [later - began for (_, began, _), (_, later, _) in itertools.pairwise(found)]
+    usual = statistics.median(both)
+    note = f"a step takes {usual:.4f} s{'' if taken else '; it was left out'}"
+    notes.add(f"{what}: pause of the host", round(host[step - 1] - statistics.median(host), 4), "s", note)
+    notes.add(f"{what}: pause of the device", round(both[step - 1] - usual, 4), "s", note)
 
 
 def seconds(notes: Notes, what: str, action: Any) -> None:

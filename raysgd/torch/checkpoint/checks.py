@@ -20,19 +20,19 @@ from raysgd.torch.data.sampling import has_own_batches, is_planned
 from raysgd.torch.data.shards import places_in
 from raysgd.torch.data.stateful import marks_in
 from raysgd.torch.foreign import nested_schedulers
-from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.part_states import check_part_states
+from raysgd.torch.parts import Parts
 from raysgd.training.position import check_counters
 
 
-def check_fits(operator: TrainingOperator, state: dict[str, Any]) -> None:
+def check_fits(parts: Parts, state: dict[str, Any]) -> None:
     """Raise CheckpointError with the first thing that does not fit. Nothing is changed. Tensors of
     the state need no content."""
     try:
         check_counters(state)
         check_part_states(state)
-        _check_parts(operator, state)
-        _check_loader(operator, state)
+        _check_parts(parts, state)
+        _check_loader(parts, state)
     except CheckpointError:
         raise
     except Exception as error:
@@ -41,8 +41,7 @@ def check_fits(operator: TrainingOperator, state: dict[str, Any]) -> None:
         ) from error
 
 
-def _check_parts(operator: TrainingOperator, state: dict[str, Any]) -> None:
-    parts = operator._parts
+def _check_parts(parts: Parts, state: dict[str, Any]) -> None:
     for name in ("models", "optimizers", "schedulers"):
         saved, registered = len(state.get(name) or ()), len(getattr(parts, name))
         if saved != registered:
@@ -57,7 +56,7 @@ def _check_parts(operator: TrainingOperator, state: dict[str, Any]) -> None:
         _check_scheduler(f"scheduler {number}", scheduler, of_scheduler)
     if parts.averages.on:
         _check_averages(parts.models, state.get("averages"))
-    if scaler := states.saved_scaler(operator, state):
+    if scaler := states.saved_scaler(parts, state):
         _check_values("the gradient scaler", parts.precision.state() or {}, scaler)
 
 
@@ -99,7 +98,7 @@ def _check_tensor(where: str, mine: torch.Tensor, saved: Any) -> None:
 
 
 def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a tensor must share with one that is copied into it, but not the width."""
+    """What a tensor must share with one that is copied into it, but not the width."""
     return tensor.is_floating_point(), tensor.is_complex(), tensor.is_quantized, tensor.layout, tensor.is_nested
 
 
@@ -172,7 +171,7 @@ def _check_values(
 
 
 def _form(value: Any) -> str:
-    """Return what a value is, if that is always the same for an option of this name."""
+    """What a value is, if that is always the same for an option of this name."""
     if isinstance(value, numbers.Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
         return "a number"
     if isinstance(value, (tuple, list)):
@@ -207,7 +206,7 @@ def _check_states(number: int, optimizer: torch.optim.Optimizer, saved: Mapping[
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group that decide what its state contains."""
+    """The options of a group that decide what its state contains."""
     return {name: value for name, value in group.items() if name in ("momentum", "amsgrad", "centered")}
 
 
@@ -225,7 +224,7 @@ def _check_shape(where: str, parameter: torch.Tensor, mine: Any, saved: torch.Te
 
 
 def _is_shaped_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether it has the parameter's shape, or one reduced along dimensions (Adafactor)."""
+    """Whether it has the parameter's shape, or one reduced along dimensions (Adafactor)."""
     return value.dim() == parameter.dim() and all(
         a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True)
     )
@@ -259,12 +258,12 @@ def _check_scheduler(what: str, scheduler: Any, saved: Any) -> None:
 # -- the train_loader's order of samples --------------------------------------------------------------
 
 
-def _check_loader(operator: TrainingOperator, state: dict[str, Any]) -> None:
+def _check_loader(parts: Parts, state: dict[str, Any]) -> None:
     """Raise CheckpointError unless the train_loader can continue the checkpoint's epoch."""
     saved = state.get("loader")
     if saved is None:
         return
-    loader, order = operator._parts.train_loader, saved.get("order")
+    loader, order = parts.train_loader, saved.get("order")
     for each in saved.get("generators", ()):
         torch.Generator().set_state(each)
     marks_in(saved)

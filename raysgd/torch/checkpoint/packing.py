@@ -10,6 +10,7 @@ import io
 import itertools
 import pickle
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -21,29 +22,54 @@ COUNT, SIZE = struct.Struct("!Q"), struct.Struct("!Q")
 ALIGNED = 64
 
 
-def pack(state: Any, *, copy: bool) -> list[Any]:
-    """Return a state as buffers whose bytes, one after another, are the packed state. With `copy`,
-    the state may change afterwards; otherwise it shares memory with them."""
-    stream, tensors = io.BytesIO(), list[pickle.PickleBuffer]()
-    _Pickler(stream, tensors, copy).dump(state)
-    parts = [memoryview(stream.getbuffer()), *(each.raw() for each in tensors)]
-    head = COUNT.pack(len(parts)) + b"".join(SIZE.pack(len(part)) for part in parts)
-    return [each for part in (head, *parts) for each in (part, bytes(-len(part) % ALIGNED)) if len(each)]
+class Layout:
+    """Where the bytes of tensors are in one buffer: behind those of `begin`, each at a multiple of
+    ALIGNED bytes."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], begin: bytes = b"") -> None:
+        self._tensors, self._begin = tensors, begin
+        *self._starts, self.size = itertools.accumulate(
+            (_padded(each.nbytes) for each in tensors), initial=_padded(len(begin))
+        )
+
+    def copy_to(self, room: torch.Tensor, *, non_blocking: bool = False) -> None:
+        """Copy the bytes to a buffer of the CPU."""
+        room[: len(self._begin)].numpy()[:] = numpy.frombuffer(self._begin, numpy.uint8)
+        for start, each in zip(self._starts, self._tensors, strict=True):
+            if each.numel():
+                content = each.detach().contiguous().reshape(-1).view(torch.uint8)
+                room[start : start + each.nbytes].copy_(content, non_blocking=non_blocking)
+
+    def copies(self, room: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors that the buffer has, of which none is empty. Each has a storage of its
+        own."""
+        content = room.numpy().data
+        return [
+            torch.frombuffer(content, dtype=each.dtype, count=each.numel(), offset=start).view(each.shape)
+            for start, each in zip(self._starts, self._tensors, strict=True)
+        ]
+
+
+def pack(state: Any) -> Layout:
+    """Pack a state into bytes that were copied, and tensors that share memory with it."""
+    stream, tensors = io.BytesIO(), list[torch.Tensor]()
+    _Pickler(stream, tensors).dump(state)
+    content = stream.getvalue()
+    sizes = len(content), *(each.nbytes for each in tensors)
+    head = COUNT.pack(len(sizes)) + b"".join(map(SIZE.pack, sizes))
+    return Layout(tensors, head + bytes(-len(head) % ALIGNED) + content)
 
 
 def packed(state: Any) -> memoryview:
-    """Return a state as bytes, copied once."""
-    parts = pack(state, copy=False)
-    whole = memoryview(bytearray(sum(map(len, parts))))
-    start = 0
-    for part in parts:
-        whole[start : start + len(part)] = part
-        start += len(part)
-    return whole
+    """A state as bytes, copied once."""
+    layout = pack(state)
+    whole = torch.empty(layout.size, dtype=torch.uint8, device="cpu")
+    layout.copy_to(whole)
+    return whole.numpy().data
 
 
 def unpack(data: Any) -> Any:
-    """Return the state. Its tensors are on the CPU, and have memory of their own."""
+    """Read the state. Its tensors are on the CPU, and have memory of their own."""
     data = memoryview(data).cast("B")
     (count,) = COUNT.unpack_from(data)
     head = COUNT.size + count * SIZE.size
@@ -58,16 +84,13 @@ def _padded(size: int) -> int:
 
 
 class _Pickler(pickle.Pickler):
-    """Keeps the bytes of tensors apart. Those that share all of their memory stay one."""
+    """Keeps tensors apart. Those that share all of their memory stay one."""
 
-    def __init__(self, stream: io.BytesIO, tensors: list[pickle.PickleBuffer], copy: bool) -> None:
-        super().__init__(stream, protocol=5, buffer_callback=self._is_in_band)
-        self._copy, self._tensors = copy, tensors
+    def __init__(self, stream: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(stream, protocol=5, buffer_callback=lambda buffer: buffer is not self._apart)
+        self._apart = pickle.PickleBuffer(bytearray())  # others are copied, because users change them
+        self._tensors = tensors
         self._seen: dict[Any, torch.Tensor] = {}
-
-    def _is_in_band(self, buffer: pickle.PickleBuffer) -> bool:
-        """Return whether a buffer is copied: others than tensors are, because users change them."""
-        return not any(buffer is each for each in self._tensors[-1:])
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) not in (torch.Tensor, nn.Parameter):
@@ -79,16 +102,19 @@ class _Pickler(pickle.Pickler):
         first = self._seen.setdefault((value.data_ptr(), value.shape, value.stride(), value.dtype), value)
         if first is not value and value.numel():
             return _same, (first,)
-        own = value.detach().to("cpu", copy=self._copy).contiguous()
-        content: Any = own.reshape(-1).view(torch.uint8).numpy() if own.numel() else numpy.empty(0, numpy.uint8)
-        self._tensors.append(pickle.PickleBuffer(content))
-        return _tensor, (self._tensors[-1], value.dtype, tuple(value.shape))
+        self._tensors.append(value)
+        return _tensor, (self._apart, value.dtype, tuple(value.shape))
+
+
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """Whether the bytes in its memory are its values."""
+    strange = tensor.is_nested or tensor.is_quantized or tensor.is_meta or tensor.is_conj() or tensor.is_neg()
+    return tensor.layout is torch.strided and not strange
 
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:
-    """Return whether its values and shape are all that it is."""
-    plain = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    return plain and not tensor.is_meta and not tensor.requires_grad and not tensor.__dict__
+    """Whether its values and shape are all that it is."""
+    return has_bytes(tensor) and not tensor.requires_grad and not tensor.__dict__
 
 
 def _on_cpu(value: torch.Tensor) -> torch.Tensor:
@@ -100,7 +126,7 @@ def _on_cpu(value: torch.Tensor) -> torch.Tensor:
 
 
 def _tensor(content: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    tensor = torch.empty(shape, dtype=dtype)
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
     if tensor.numel():
         tensor.view(-1).view(torch.uint8).numpy()[:] = numpy.frombuffer(content, numpy.uint8)
     return tensor

@@ -32,11 +32,11 @@ from raysgd.storage.folders import MARKER, FileEntry, entry_of, entry_of_bytes, 
 from raysgd.storage.remote import Uri
 from raysgd.torch.checkpoint import states
 from raysgd.torch.foreign import with_module_versions
-from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.fsdp import DIVIDED
+from raysgd.torch.parts import Parts
 
 OUTLINE, INDEX = "outline.pt", ".metadata"
 TENSOR = "__tensor__"
-PARTS = ("models", "optimizers", "averages")
 INCOMPLETE = "not a complete sharded checkpoint"
 Files = dict[str, FileEntry]
 
@@ -44,7 +44,7 @@ Files = dict[str, FileEntry]
 
 
 def read_manifest(where: locations.Place) -> tuple[str, Files]:
-    """Return the name of the folder in a checkpoint that has its files, and their entries. Raise
+    """Read the name of the folder in a checkpoint that has its files, and their entries. Raise
     CheckpointError if it is no sharded checkpoint, or not a complete one."""
     listed = remote.listed(where) if isinstance(where, Uri) else read_list(where)
     if listed is None:
@@ -91,7 +91,7 @@ def write(folder: locations.Place, state: dict[str, Any], *, later: bool) -> Cal
         tensors[key] = value
         return {TENSOR: key}
 
-    outline = {**state, **{part: mapped(take_out, state[part], part) for part in PARTS if part in state}}
+    outline = {**state, **{part: mapped(take_out, state[part], part) for part in DIVIDED if part in state}}
     rank = dist.get_rank() if dist.is_initialized() else 0
     if later or isinstance(folder, Uri):
         kept = _write_tensors(tensors, "", in_memory=True)
@@ -127,7 +127,7 @@ class _MemoryFile(io.BytesIO):
 
 
 def _memory_files(files: dict[str, _MemoryFile]) -> Any:
-    """Return what torch's writer uses as a file system, which has only these files, by name."""
+    """Make what torch's writer uses as a file system, which has only these files, by name."""
     from torch.distributed.checkpoint.filesystem import FileSystem
 
     class _Memory(FileSystem):
@@ -221,17 +221,17 @@ class ShardFolder:
 
 
 def read_outline(folder: str) -> dict[str, Any]:
-    """Return the state with tensors on the "meta" device, to check whether it fits."""
+    """Read the state with tensors on the "meta" device, to check whether it fits."""
     outline, index = _outline(folder), _index(folder)
 
     def empty(key: str) -> torch.Tensor:
         return torch.empty(index[key].size, dtype=index[key].properties.dtype, device="meta")
 
-    return {**outline, **{part: _filled(outline[part], empty) for part in PARTS if part in outline}}
+    return {**outline, **{part: _filled(outline[part], empty) for part in DIVIDED if part in outline}}
 
 
-def read(source: ShardFolder, operator: TrainingOperator) -> dict[str, Any]:
-    """Return the state, with tensors sharded like those of the operator, which it must fit."""
+def read(source: ShardFolder, parts: Parts) -> dict[str, Any]:
+    """Read the state, with tensors sharded like those of the operator, which it must fit."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -243,7 +243,7 @@ def read(source: ShardFolder, operator: TrainingOperator) -> dict[str, Any]:
 
     folder = source.folder
     outline = _outline(folder)
-    owners = _owners(outline, operator)
+    owners = _owners(outline, parts)
     tensors: dict[str, torch.Tensor] = {}
     for key, entry in _index(folder).items():
         size, dtype, owner = entry.size, entry.properties.dtype, owners.get(key)
@@ -260,7 +260,7 @@ def read(source: ShardFolder, operator: TrainingOperator) -> dict[str, Any]:
             f"{type(cause).__name__} on rank {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items())
         ]
         raise CheckpointError(f"the tensors cannot be read: {[*reasons, str(error)][0]}") from error
-    return {**outline, **{part: _filled(outline[part], tensors.__getitem__) for part in PARTS if part in outline}}
+    return {**outline, **{part: _filled(outline[part], tensors.__getitem__) for part in DIVIDED if part in outline}}
 
 
 def _outline(folder: str) -> dict[str, Any]:
@@ -276,13 +276,13 @@ def _index(folder: str) -> dict[str, Any]:
         raise CheckpointError(f"{INCOMPLETE}: its index cannot be read ({error})") from error
 
 
-def _owners(outline: dict[str, Any], operator: TrainingOperator) -> dict[str, Any]:
-    """Return the tensor or parameter to which each key belongs."""
+def _owners(outline: dict[str, Any], parts: Parts) -> dict[str, Any]:
+    """Find the tensor or parameter to which each key belongs."""
     owners: dict[str, Any] = {}
-    for number, model in enumerate(operator._parts.models):
+    for number, model in enumerate(parts.models):
         for part in ("models", "averages"):
             owners |= {f"{part}/{number}/{name}": value for name, value in model.state_dict().items()}
-    for number, (optimizer, saved) in enumerate(zip(operator._parts.optimizers, outline["optimizers"], strict=True)):
+    for number, (optimizer, saved) in enumerate(zip(parts.optimizers, outline["optimizers"], strict=True)):
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         keys = [each for group in saved["param_groups"] for each in group["params"]]
         for parameter, key in zip(parameters, keys, strict=True):

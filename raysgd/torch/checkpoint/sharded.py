@@ -19,7 +19,7 @@ from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage import durable, locations, remote
 from raysgd.storage.folders import MARKER, FileEntry, dump_list
 from raysgd.storage.remote import Uri
-from raysgd.storage.seen import readable
+from raysgd.storage.seen import SeenFile, readable
 from raysgd.torch import replica_calls
 from raysgd.torch.checkpoint import shard_files
 from raysgd.training.auto_checkpoint import CheckpointFolder
@@ -52,9 +52,10 @@ class ShardedLoads(Loads):
         super().__init__(engine, drawn_anew)
         self._folder, self._is_sharded = folder, is_sharded
         self._saved: list[tuple[str | None, Snapshot]] = []  # with the paths of automatic ones, the newest last
+        self._from: tuple[locations.Place, Callable[[Take], None]] | None = None  # where the newest load was from
 
     def newest(self, wait: bool) -> Snapshot | None:
-        """Return the newest one that is complete. If none is, return the one that is being saved;
+        """Choose the newest one that is complete. If none is, choose the one that is being saved;
         with `wait`, wait for that before."""
         folder = self._folder
         if folder is not None and wait:
@@ -79,9 +80,26 @@ class ShardedLoads(Loads):
             snapshot = self._snapshot(again, None, at=contents.progress, workers=contents.ranks)
             self._saved.append((path, replace(snapshot, partial=contents.part)))
 
-    def _loaded(self, again: Callable[[Take], None]) -> None:
-        if self._is_sharded:
-            self._saved = [(None, self._snapshot(again, self._count))]
+    def _loaded(self, again: Callable[[Take], None], where: locations.Place | None = None) -> None:
+        self._from = None if where is None else (where, again)
+        self._note(again, where, self._count)
+
+    def replaced(self, path: str) -> None:
+        """Note that the trainer has saved its state here, which may be where it has loaded one."""
+        if self._from is not None and str(self._from[0]) == path:
+            self._note(self._from[1], self._from[0], None)
+
+    def _note(self, again: Callable[[Take], None], where: locations.Place | None, loads: int | None) -> None:
+        if not self._is_sharded:
+            return
+        version = _version(where)
+
+        def load(take: Take) -> None:
+            if _version(where) != version:
+                raise CheckpointError(f"{where} was replaced since it was loaded")
+            again(take)
+
+        self._saved = [(None, self._snapshot(load, loads))]
 
     def _snapshot(
         self,
@@ -91,7 +109,7 @@ class ShardedLoads(Loads):
         at: Progress | None = None,
         workers: int = 0,
     ) -> Snapshot:
-        """Return the present state, or that of another place, as a snapshot, which the ranks of a
+        """Make a snapshot of the present state, or of that of another place, which the ranks of a
         new generation load."""
         at, workers = at or self._engine.progress, workers or self._engine.world_size
 
@@ -130,6 +148,15 @@ class ShardedLoads(Loads):
         else:
             here = folder.absolute() if isinstance(folder, Path) else folder
             take(replica_calls.restore_shards, {"folder": here / inner, "files": files})
+
+
+def _version(where: locations.Place | None) -> SeenFile | None:
+    """A value that changes when a checkpoint in a file system is replaced."""
+    if not isinstance(where, Path):
+        return None
+    path = where / MARKER if where.is_dir() else where
+    with readable(), open(path, "rb") as file:
+        return SeenFile.of(file, path)
 
 
 class _RankFailed(Exception):

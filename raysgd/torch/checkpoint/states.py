@@ -9,7 +9,7 @@ import logging
 import os
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +19,11 @@ from raysgd.core.tree import mapped
 from raysgd.errors import CheckpointError
 from raysgd.storage.seen import SeenFile, opened
 from raysgd.torch import foreign
-from raysgd.torch.fsdp import placed, placed_optimizer
+from raysgd.torch.checkpoint.host_memory import HostCopy, HostMemory
+from raysgd.torch.checkpoint.packing import Layout, has_bytes
+from raysgd.torch.fsdp import DIVIDED, placed, placed_optimizer
 from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.parts import Parts
 
 logger = logging.getLogger("raysgd")
 
@@ -32,10 +35,10 @@ NOT_OURS = "not a checkpoint of raysgd"
 FOREIGN = re.compile(r"GLOBAL (\S+)|(Can only (?:create|build)|Trying to call) .*")
 
 
-def gather(operator: TrainingOperator) -> dict[str, Any]:
-    """Return the state of the unwrapped models, optimizers, schedulers, gradient scaler and the
-    operator itself. Tensors are shared with the operator, not copied."""
-    parts, precision = operator._parts, operator._parts.precision
+def gather(operator: TrainingOperator, parts: Parts) -> dict[str, Any]:
+    """Gather the state of the unwrapped models, optimizers, schedulers, gradient scaler and the
+    operator itself, whose parts these are. Tensors are shared with the operator, not copied."""
+    precision = parts.precision
     state: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -54,14 +57,34 @@ def gather(operator: TrainingOperator) -> dict[str, Any]:
     return state
 
 
-def unchanging(state: dict[str, Any], *, in_shards: bool) -> dict[str, Any]:
-    """Return a state that training does not change; what was gathered is a copy already."""
-    own = {name: state[name] for name in ("models", "optimizers", "averages") if in_shards and name in state}
-    return {**copied({name: value for name, value in state.items() if name not in own}), **own}
+def unchanging(state: dict[str, Any], memory: HostMemory, *, in_shards: bool) -> tuple[dict[str, Any], HostCopy]:
+    """Make a state that training does not change, and the copy of which its tensors are a part.
+    What was gathered is a copy already."""
+    own = {name: state[name] for name in DIVIDED if in_shards and name in state}
+    sources, made = list[torch.Tensor](), list[torch.Tensor]()
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is not torch.Tensor or not (has_bytes(tensor) and tensor.numel()):
+            return on_cpu(tensor)
+        sources.append(tensor)
+        made.append(torch.empty(0, dtype=tensor.dtype, device="cpu"))
+        return made[-1]
+
+    unchanged = copied({name: value for name, value in state.items() if name not in own}, moved) | own
+    layout = Layout(sources)
+    copy = memory.copy(layout)
+    for tensor, content in zip(made, layout.copies(copy.room), strict=True):
+        tensor.data = content
+    return unchanged, copy
 
 
-def copied(value: Any) -> Any:
-    """Return a deep copy on the CPU. A tensor at two places (tied weights) is copied once."""
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def copied(value: Any, moved: Callable[[torch.Tensor], torch.Tensor] = on_cpu) -> Any:
+    """Make a deep copy on the CPU. A tensor at two places (tied weights) is copied once, by
+    `moved`."""
     copies: dict[Any, torch.Tensor] = {}
 
     def leaf(value: Any, *path: Any) -> Any:
@@ -73,15 +96,15 @@ def copied(value: Any) -> Any:
             bits = (value.requires_grad, value.is_conj(), value.is_neg())
             same = (type(value), value.device, value.data_ptr(), value.dtype, value.shape, value.stride(), bits)
         if same not in copies:
-            new = value.detach().to("cpu", copy=True).requires_grad_(value.requires_grad and value.is_leaf)
+            new = moved(value).requires_grad_(value.requires_grad and value.is_leaf)
             copies[same] = torch.nn.Parameter(new, new.requires_grad) if isinstance(value, torch.nn.Parameter) else new
         return copies[same]
 
     return mapped(leaf, value)
 
 
-def on_cpu() -> Any:
-    """Return what `torch.save` pickles with, so that tensors are stored as if they were on the CPU.
+def pickling_on_cpu() -> Any:
+    """Make what `torch.save` pickles with, so that tensors are stored as if they were on the CPU.
     Those that share memory still share it."""
     memory: dict[int, torch.UntypedStorage] = {}
 
@@ -94,7 +117,7 @@ def on_cpu() -> Any:
             if own.data_ptr() not in memory:
                 memory[own.data_ptr()] = own.cpu()
             place = value.storage_offset(), value.size(), value.stride()
-            moved = torch.empty(0, dtype=value.dtype).set_(memory[own.data_ptr()], *place)
+            moved = torch.empty(0, dtype=value.dtype, device="cpu").set_(memory[own.data_ptr()], *place)
             return moved.requires_grad_(value.requires_grad).__reduce_ex__(2)
 
     return SimpleNamespace(Pickler=Pickler, __name__="pickle")
@@ -106,20 +129,20 @@ def write(state: dict[str, Any], file: Any) -> None:
     chosen = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:
-        torch.save(state, file, pickle_module=on_cpu() if torch.cuda.is_initialized() else pickle)
+        torch.save(state, file, pickle_module=pickling_on_cpu() if torch.cuda.is_initialized() else pickle)
     finally:
         torch.serialization.set_crc32_options(chosen)
 
 
 def dump(state: dict[str, Any]) -> memoryview:
-    """Return a state as bytes, which are copied only once."""
+    """Write a state as bytes, which are copied only once."""
     buffer = io.BytesIO()
     write(state, buffer)
     return buffer.getbuffer()
 
 
 def dump_given(state: Any) -> memoryview:
-    """Return a user's dictionary as bytes. Raise CheckpointError if it is not a state."""
+    """Write a user's dictionary as bytes. Raise CheckpointError if it is not a state."""
     given = shaped(dict(state) if isinstance(state, Mapping) else state)
     try:
         return dump(given)
@@ -128,13 +151,13 @@ def dump_given(state: Any) -> memoryview:
 
 
 def parse(source: Any, *, trusted: bool) -> dict[str, Any]:
-    """Return the state in a file, or in its bytes; code in them runs only if they are trusted.
-    Raise CheckpointError if they are not a checkpoint."""
+    """Read the state in a file, or in its bytes; code in them runs only if they are trusted. Raise
+    CheckpointError if they are not a checkpoint."""
     return _loaded(source if hasattr(source, "read") else opened(source), trusted=trusted)
 
 
 def _loaded(file: Any, *, trusted: bool, kept: type[Exception] = CheckpointError, **how: Any) -> dict[str, Any]:
-    """Return the state in a file. Translate all errors but those `kept`."""
+    """Read the state in a file. Translate all errors but those `kept`."""
     try:
         return shaped(torch.load(file, map_location="cpu", weights_only=not trusted, **how))
     except (CheckpointError, kept):
@@ -144,7 +167,7 @@ def _loaded(file: Any, *, trusted: bool, kept: type[Exception] = CheckpointError
 
 
 def _unreadable(error: Exception, *, trusted: bool) -> CheckpointError:
-    """Return what to say about an error of `torch.load`."""
+    """Explain an error of `torch.load`."""
     said = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or type(error).__name__
     foreign_object = FOREIGN.search(said)
     if foreign_object is not None and not trusted:
@@ -158,8 +181,8 @@ def _unreadable(error: Exception, *, trusted: bool) -> CheckpointError:
 
 
 def read(file: SeenFile, *, trusted: bool, map_models: bool) -> dict[str, Any]:
-    """Return the state in a file. With `map_models`, the tensors of the models are read from the
-    file when they are used. Raise `UnseenError` if this process does not see the file."""
+    """Read the state in a file. With `map_models`, the tensors of the models are read from the file
+    when they are used. Raise `UnseenError` if this process does not see the file."""
     with file.opened() as content:
         # The path of the open file, because the name in the folder could be given to another file.
         path = f"{OPEN_FILES}/{content.fileno()}"
@@ -170,17 +193,17 @@ def read(file: SeenFile, *, trusted: bool, map_models: bool) -> dict[str, Any]:
 
 
 def peek(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the state in a verified file, whose tensors stay there. It runs no code."""
+    """Read the state in a verified file, whose tensors stay there. It runs no code."""
     return _loaded(path, trusted=False, mmap=True)
 
 
 def foreign_types(path: str | os.PathLike[str]) -> list[str]:
-    """Return the classes and functions that a file needs besides values and tensors."""
+    """The classes and functions that a file needs besides values and tensors."""
     return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
 
 
 def shaped(state: Any) -> dict[str, Any]:
-    """Return a loaded state if raysgd or RaySGD v1 wrote it. Raise CheckpointError if not."""
+    """Accept a loaded state if raysgd or RaySGD v1 wrote it. Raise CheckpointError if not."""
     if not isinstance(state, dict) or not isinstance(state.get("models"), list):
         found = list(state)[:5] if isinstance(state, dict) else type(state).__name__
         raise CheckpointError(
@@ -201,9 +224,9 @@ def shaped(state: Any) -> dict[str, Any]:
 
 
 def completed(saved: Any, optimizer: Any) -> Any:
-    """Return an optimizer's saved state with the options that the torch which saved it did not have
-    yet, as they are here, and with `capturable` as it is here: a step that was captured as a CUDA
-    graph can be continued on CPUs."""
+    """Complete an optimizer's saved state with the options that the torch which saved it did not
+    have yet, as they are here, and with `capturable` as it is here: a step that was captured as a
+    CUDA graph can be continued on CPUs."""
     if not isinstance(optimizer, torch.optim.Optimizer) or "param_groups" not in saved:
         return saved
     pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
@@ -211,22 +234,22 @@ def completed(saved: Any, optimizer: Any) -> Any:
     return {**saved, "param_groups": groups}
 
 
-def copies_models(operator: TrainingOperator) -> bool:
-    """Return whether loading the state of the models copies tensors and does nothing else."""
-    parts = operator._parts
+def copies_models(parts: Parts) -> bool:
+    """Whether loading the state of the models copies tensors and does nothing else."""
     return parts.shards is None and all(map(foreign.loads_by_copying, parts.models))
 
 
-def restore(operator: TrainingOperator, state: dict[str, Any]) -> None:
+def restore(operator: TrainingOperator, parts: Parts, state: dict[str, Any]) -> None:
     """Load a checked state; the operator's own part last, as only it can check that."""
-    parts, precision = operator._parts, operator._parts.precision
+    precision = parts.precision
     for model, saved in zip(parts.models, state["models"], strict=True):
         model.load_state_dict(saved if parts.shards is None else placed(saved, model.state_dict()))
     for optimizer, saved in zip(parts.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(placed_optimizer(completed(saved, optimizer), optimizer))
     for scheduler, saved in zip(parts.schedulers, state.get("schedulers") or [], strict=True):
         scheduler.load_state_dict(saved)
-    if precision.key and (scaler := saved_scaler(operator, state)):
+    parts.schedules_at = {}
+    if precision.key and (scaler := saved_scaler(parts, state)):
         precision.load(scaler)
     if parts.averages.on:
         parts.averages.load(state.get("averages"))
@@ -234,6 +257,6 @@ def restore(operator: TrainingOperator, state: dict[str, Any]) -> None:
     operator.load_state_dict(state.get("operator"))
 
 
-def saved_scaler(operator: TrainingOperator, state: dict[str, Any]) -> Any:
-    """Return the saved state of the gradient scaler, which RaySGD v1 called "amp", if any."""
-    return state.get(operator._parts.precision.key) or state.get("amp")
+def saved_scaler(parts: Parts, state: dict[str, Any]) -> Any:
+    """The saved state of the gradient scaler, which RaySGD v1 called "amp", if any."""
+    return state.get(parts.precision.key) or state.get("amp")

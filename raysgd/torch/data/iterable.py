@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from raysgd.core.ranks import RankInfo
-from raysgd.torch.foreign import loader_with, worker_info, worker_info_seen_as
+from raysgd.torch.foreign import loader_with, ranks_asked, worker_info, worker_info_seen_as
 
 # Their data sets divide themselves among ranks, so that they must see the worker info of their own rank.
 DIVIDE_THEMSELVES = {"litdata", "streaming", "webdataset"}
+DIVIDED_TWICE = (
+    "the data set %s divides itself by worker info, in which raysgd counts the loader processes of all ranks, and asks torch.distributed "
+    "for the rank, too: if it multiplies both, rows are left out. Use info.id of info.num_workers alone, or give it a method "
+    "shard(rank, world_size), which raysgd calls in place of changing the worker info"
+)
+
+logger = logging.getLogger("raysgd")
 
 
-def sharded_live(loader: Iterable[Any], rank_info: RankInfo) -> Iterable[Any]:
-    """Return a loader of this rank's part of the stream.
+def sharded_live(loader: Iterable[Any], rank_info: RankInfo, *, warns: bool = False) -> Iterable[Any]:
+    """A loader of this rank's part of the stream.
 
     Data sets of some packages divide themselves. If the data set has a method
     `shard(rank, world_size)`, call it. Any other IterableDataset divides itself by worker info, in
-    which the loader processes of all ranks look like those of one loader.
+    which the loader processes of all ranks look like those of one loader. It `warns` of one that
+    also asks for its rank.
     """
     dataset = getattr(loader, "dataset", None)
     if not isinstance(loader, DataLoader) or not isinstance(dataset, IterableDataset) or rank_info.world_size == 1:
@@ -30,7 +40,8 @@ def sharded_live(loader: Iterable[Any], rank_info: RankInfo) -> Iterable[Any]:
     if callable(hook):
         hook(rank_info.world_rank, rank_info.world_size)
         return loader
-    changed: dict[str, Any] = {"dataset": RankShard(dataset, rank_info.world_rank, rank_info.world_size)}
+    shard = RankShard(dataset, rank_info.world_rank, rank_info.world_size, warns=warns)
+    changed: dict[str, Any] = {"dataset": shard}
     if loader.worker_init_fn is not None:
         changed["worker_init_fn"] = RankInit(loader.worker_init_fn)
     return loader_with(loader, **changed)
@@ -55,8 +66,8 @@ class RankInit:
 class RankShard(IterableDataset[Any]):
     """Iterates over the user's data set, whose worker info counts processes of all ranks."""
 
-    def __init__(self, dataset: IterableDataset[Any], rank: int, world_size: int) -> None:
-        self._dataset, self._rank, self._world_size = dataset, rank, world_size
+    def __init__(self, dataset: IterableDataset[Any], rank: int, world_size: int, *, warns: bool) -> None:
+        self._dataset, self._rank, self._world_size, self._warns = dataset, rank, world_size, warns
 
     def __getattr__(self, name: str) -> Any:
         """Have a state if the data set has one."""
@@ -65,7 +76,7 @@ class RankShard(IterableDataset[Any]):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def info(self, own: Any) -> Any:
-        """Return worker info as if the loader processes of all ranks belonged to one loader."""
+        """Make worker info as if the loader processes of all ranks belonged to one loader."""
         workers = own.num_workers if own is not None else 1
         return worker_info(
             id=self._rank * workers + (own.id if own is not None else 0),
@@ -75,14 +86,29 @@ class RankShard(IterableDataset[Any]):
         )
 
     def __iter__(self) -> Iterator[Any]:
-        info = self.info(get_worker_info())
+        seen = self.info(get_worker_info())
+        info, warns = ReadInfo(seen), self._warns and seen.id == 0
         stream: Iterator[Any] | None = None
         while True:
-            with worker_info_seen_as(info):
+            with worker_info_seen_as(info), ranks_asked() if warns else nullcontext(()) as asked:
                 if stream is None:
                     stream = iter(self._dataset)
                 try:
                     item = next(stream)
                 except StopIteration:
                     return
+            if warns and asked and info.read:
+                warns = False
+                logger.warning(DIVIDED_TWICE, type(self._dataset).__name__)
             yield item
+
+
+class ReadInfo:
+    """Worker info that notes whether it was read."""
+
+    def __init__(self, info: Any) -> None:
+        self._info, self.read = info, False
+
+    def __getattr__(self, name: str) -> Any:
+        self.read = True
+        return getattr(self._info, name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -55,7 +55,11 @@ class LoaderIterator:
             self._failed(self._live)
             self._live = None
         self._has_processes = bool(processes_of(self._live))
-        self._live = self._guarded(iter, loader)
+        try:
+            self._live = iter(loader)
+        except Exception as error:
+            self._explain(error)
+            raise
         self._has_processes = bool(processes_of(self._live))
         try:
             _delay_reports()
@@ -66,7 +70,15 @@ class LoaderIterator:
         return self
 
     def __next__(self) -> Any:
-        return self._guarded(next, self._live)
+        if self._has_processes and lost_processes(self._live):
+            raise self._failed(self._live)
+        try:
+            return next(self._live)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._explain(error)
+            raise
 
     def close(self) -> None:
         """End the processes, unless they persist to the next pass. Whoever keeps this object, such
@@ -74,17 +86,6 @@ class LoaderIterator:
         later, which prints an error there when it is collected."""
         if self._has_processes and self._live is not live_iterator(self._loader):
             _clean_up(self._live)
-
-    def _guarded(self, step: Callable[[Any], Any], of: Any) -> Any:
-        if self._has_processes and lost_processes(self._live):
-            raise self._failed(self._live)
-        try:
-            return step(of)
-        except StopIteration:
-            raise
-        except Exception as error:
-            self._explain(error)
-            raise
 
     def _explain(self, error: Exception) -> None:
         """Raise another error if the end of a loader process, even a nested one, caused this."""
@@ -105,12 +106,12 @@ class LoaderIterator:
 
 
 def _have_exited(processes: Sequence[Any]) -> bool:
-    """Return whether processes have ended, and none of them was killed."""
+    """Whether processes have ended, and none of them was killed."""
     return bool(processes) and all(process.exitcode >= 0 for process in processes)
 
 
 def _broken(error: Exception) -> Any:
-    """Return the torch iterator in the exception's traceback of which a process died, or None. A
+    """Find the torch iterator in the exception's traceback of which a process died, or None. A
     process that is being killed closes the connections for its batches some milliseconds before it
     is dead, so this waits for it."""
     iterators = list(_iterators_in(error.__traceback__))
@@ -180,7 +181,7 @@ def _delay_reports() -> None:
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Return whether a loader that has lost a process runs in this frame or a caller."""
+    """Whether a loader that has lost a process runs in this frame or a caller."""
     while frame is not None:
         if frame.f_code.co_filename == torch_loader.__file__ and lost_processes(frame.f_locals.get("self")):
             return True

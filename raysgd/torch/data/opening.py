@@ -11,14 +11,15 @@ from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 from raysgd.constants import BATCH_SIZE
-from raysgd.core.progress import Control
+from raysgd.core.control import Control
 from raysgd.data.sharded_stream import ShardedStream
-from raysgd.errors import counted
+from raysgd.errors import ConfigError, counted
 from raysgd.ray_data.columns import RayData
 from raysgd.torch.data.sampling import has_own_batches, is_planned
 from raysgd.torch.data.shards import ShardSource
 from raysgd.torch.data.sources import BatchSource, LiveSource, PlannedSource, RowSource
 from raysgd.torch.data.stateful import StatefulSource, has_state
+from raysgd.torch.internals import TorchInternals
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.position import Position
@@ -30,19 +31,19 @@ class Opener:
     """Opens a replica's sources. Owns the names of the registered Ray Datasets."""
 
     operator: TrainingOperator
-    settings: TorchSettings
+    internals: TorchInternals
     control: Control
     _seen: list[tuple[str, Any]] = field(default_factory=list)
 
     def registered(self, loader: Any, position: Position, phase: str, places: Places | None = None) -> BatchSource:
-        """Return a source for data that the operator registered. Reading it seeds for `places`."""
+        """Open a source for data that the operator registered. Reading it seeds for `places`."""
         training = phase == "train"
         if RayData.is_given_as(loader):
-            assert self.settings.rows is not None
+            assert self.internals.settings.rows is not None
             data = RayData.of(loader)
-            rows = self.settings.rows(self._name(loader, phase), data.dataset, self.control.deliver)
+            rows = self.internals.settings.rows(self._name(loader, phase), data.dataset, self.control.deliver)
             return self._row_source(loader, rows, data, position, training=training, own_call=False)
-        settings = self.settings
+        internals, settings = self.internals, self.internals.settings
         if isinstance(loader, ShardedStream):
             return ShardSource(loader, training=training, keep=self._keep)
         shared = settings.distributed and settings.add_dist_sampler
@@ -50,15 +51,17 @@ class Opener:
             if training and shared and self.operator.world_rank == 0:
                 _warn_without_shuffling(loader)
             if training and self.operator.world_rank == 0:
-                _warn_of_single_rows(loader, self.operator._parts.models, settings.num_workers)
-            parts = self.operator._keep_batch.parts if training else lambda ranks: max(ranks, settings.num_workers)
-            return PlannedSource(loader, pad=training, parts=parts, places=places, device=self.operator.device)
+                _warn_of_single_rows(loader, internals.parts.models, settings)
+            if training:
+                _check_parts(loader, settings)
+            division = internals.keep_batch.division if training else settings.evaluation
+            return PlannedSource(loader, pad=training, division=division, places=places, device=self.operator.device)
         if training and has_state(loader):
             return StatefulSource(loader, shard=shared, keep=self._keep, places=places)
         return LiveSource(loader, shard=shared, together=training, keep=self._keep, places=places)
 
     def for_a_call(self, dataset: RayData, position: Position) -> BatchSource:
-        """Return a source for `train(dataset=...)`: the driver sent a reader of the Ray Dataset."""
+        """Open a source for `train(dataset=...)`: the driver sent a reader of the Ray Dataset."""
         position.set_aside()
         return self._row_source(dataset, dataset.dataset, dataset, position, training=True, own_call=True)
 
@@ -69,7 +72,7 @@ class Opener:
         return RowSource(loader, rows, data, position, own_call=own_call, pad=training, keep=self._keep)
 
     def _name(self, loader: Any, kind: str) -> str:
-        """Return a data set's name: all ranks register the same ones in the same order."""
+        """A data set's name: all ranks register the same ones in the same order."""
         if not any(each is loader for _, each in self._seen):
             number = sum(name.startswith(kind) for name, _ in self._seen)
             self._seen.append((f"{kind}-{number}", loader))
@@ -77,8 +80,8 @@ class Opener:
 
     @property
     def _keep(self) -> int:
-        """Return how many batches a window and the prefetched batch may hold uncommitted."""
-        return self.settings.options.accumulate + 1
+        """How many batches a window and the prefetched batch may hold uncommitted."""
+        return self.internals.settings.options.accumulate + 1
 
 
 def _warn_without_shuffling(loader: DataLoader[Any]) -> None:
@@ -93,16 +96,40 @@ def _warn_without_shuffling(loader: DataLoader[Any]) -> None:
     )
 
 
-def _warn_of_single_rows(loader: DataLoader[Any], models: list[nn.Module], workers: int) -> None:
-    """Warn, once per process, if the last step of an epoch has one row for a rank, which
+def _check_parts(loader: DataLoader[Any], settings: TorchSettings) -> None:
+    """Raise ConfigError if the trainer's `parts` cannot be equal."""
+    parts, workers = settings.parts, settings.num_workers
+    if parts is None:
+        return
+    if loader.batch_size is None:
+        raise ConfigError(
+            f"parts={parts} divides a batch by rows, and this loader has a batch sampler or no batches: leave parts out, or make the "
+            "loader with batch_size"
+        )
+    rows = loader.batch_size * workers
+    if rows % parts:
+        possible = ", ".join(str(each) for each in range(workers, rows + 1) if rows % each == 0)
+        raise ConfigError(
+            f"parts={parts} does not divide the {rows} rows of a batch (num_workers={workers} times batch_size={loader.batch_size}): pass "
+            f"one of {possible}, or another batch_size"
+        )
+
+
+def _warn_of_single_rows(loader: DataLoader[Any], models: list[nn.Module], settings: TorchSettings) -> None:
+    """Warn, once per process, if the last step of an epoch has one row for a part, which
     BatchNorm1d refuses to train on."""
-    if loader.batch_size is None or loader.drop_last or has_own_batches(loader):
+    if (
+        loader.batch_size is None
+        or loader.drop_last
+        or has_own_batches(loader)
+        or not hasattr(loader.sampler, "__len__")
+    ):
         return
     rows = len(cast(Sized, loader.sampler))
-    left = rows % (loader.batch_size * workers)
-    if 0 < left < 2 * workers and any(type(part) is nn.BatchNorm1d for model in models for part in model.modules()):
+    left, parts = rows % (loader.batch_size * settings.num_workers), settings.all_parts
+    if 0 < left < 2 * parts and any(type(part) is nn.BatchNorm1d for model in models for part in model.modules()):
         warnings.warn(
-            f"the last step of an epoch has {left} of {rows} rows for {counted(workers, 'worker')}, and BatchNorm1d cannot train on a "
+            f"the last step of an epoch has {left} of {rows} rows for {counted(parts, 'part')}, and BatchNorm1d cannot train on a "
             "single row: pass drop_last=True to the training loader, or another batch_size",
             stacklevel=2,
         )

@@ -41,21 +41,22 @@ class CudaCarrier(DeviceCarrier):
         self._own = streams.Stream(device)
 
     def send(self, batch: Any) -> Any:
-        pinned = _each_tensor(batch, _pinned)
+        copies: list[torch.Tensor] = []
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            copies.append(_pinned(tensor).to(self._device, non_blocking=True))
+            return copies[-1]
+
         with self._streams.stream(self._own):
-            copied = _each_tensor(pinned, lambda tensor: tensor.to(self._device, non_blocking=True))
-            return copied, self._own.record_event()
+            return _each_tensor(batch, copied), copies, self._own.record_event()
 
     def arrived(self, sent: Any) -> Any:
-        copied, event = sent
+        batch, copies, event = sent
         working = self._streams.current_stream(self._device)
         working.wait_event(event)
-
-        def claim(tensor: torch.Tensor) -> torch.Tensor:
+        for tensor in copies:
             tensor.record_stream(working)  # it was allocated on the other stream, which must not reuse its memory yet
-            return tensor
-
-        return super().arrived(_each_tensor(copied, claim))
+        return super().arrived(batch)
 
 
 def make_carrier(device: torch.device, *, channels_last: bool, ahead: bool = True) -> Carrier:
@@ -66,7 +67,7 @@ def make_carrier(device: torch.device, *, channels_last: bool, ahead: bool = Tru
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a pinned tensor: a copy from pageable memory would wait for the device."""
+    """Pin a tensor: a copy from pageable memory would wait for the device."""
     return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.pin_memory()
 
 
@@ -76,7 +77,7 @@ def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _each_tensor(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the batch with its tensors changed, at any depth of plain containers."""
+    """The batch with its tensors changed, at any depth of plain containers."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if type(batch) is dict:

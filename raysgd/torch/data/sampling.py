@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from raysgd.core.sampling_plan import RankPart, SamplingPlan
+from raysgd.core.sampling_plan import Division, RankPart, SamplingPlan
 from raysgd.errors import ConfigError
 from raysgd.torch.foreign import loader_with
 from raysgd.training.seeding import seed_generators
@@ -31,38 +31,38 @@ Order = range | torch.Tensor | list[Any]
 
 
 def is_planned(loader: Any) -> bool:
-    """Return whether an epoch is divided by index, as that of a map-style DataLoader."""
+    """Whether an epoch is divided by index, as that of a map-style DataLoader."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def has_own_batches(loader: DataLoader[Any]) -> bool:
-    """Return whether the user passed a batch sampler, whose batches are not divided. (Only such a
-    loader has a batch sampler but no batch size.)"""
+    """Whether the user passed a batch sampler, whose batches are not divided. (Only such a loader
+    has a batch sampler but no batch size.)"""
     return loader.batch_sampler is not None and loader.batch_size is None
 
 
 def unit_size(loader: DataLoader[Any]) -> int:
-    """Return how many units a part has in a full step."""
+    """How many units a batch of the loader has."""
     return 1 if has_own_batches(loader) or loader.batch_size is None else int(loader.batch_size)
 
 
-def plan_of(loader: DataLoader[Any], total: int, *, parts: int, world_size: int, pad: bool) -> SamplingPlan:
-    """Return how an epoch of `total` units is divided."""
-    step, drops = unit_size(loader) * parts, bool(getattr(loader, "drop_last", False))
-    return SamplingPlan(total, step, parts, world_size, drop_last=drops and pad, pad=pad)
+def plan_of(loader: DataLoader[Any], total: int, division: Division, *, world_size: int, pad: bool) -> SamplingPlan:
+    """Plan how an epoch of `total` units is divided."""
+    step, drops = unit_size(loader) * division.batches, bool(getattr(loader, "drop_last", False))
+    return SamplingPlan(total, step, division.parts, world_size, drop_last=drops and pad, pad=pad, deal=division.deal)
 
 
 def planned_epoch(loader: DataLoader[Any], workers: int) -> SamplingPlan:
-    """Return how this many workers divide an epoch of training, without drawing its order."""
+    """Plan how this many workers divide an epoch of training, without drawing its order."""
     units: Any = loader.batch_sampler if has_own_batches(loader) else loader.sampler
     if isinstance(units, DistributedSampler):  # one for a single rank replaces it
         units = units.dataset
-    return plan_of(loader, len(units), parts=workers, world_size=workers, pad=True)
+    return plan_of(loader, len(units), Division(workers, workers), world_size=workers, pad=True)
 
 
 def batches_per_epoch(loader: Any, workers: int, *, divided: bool) -> int | None:
-    """Return how many batches each of these workers has in an epoch of training, or None if data
-    has no length. Data that is not `divided` belongs to one worker."""
+    """How many batches each of these workers has in an epoch of training, or None if data has no
+    length. Data that is not `divided` belongs to one worker."""
     try:
         if divided and is_planned(loader):
             return planned_epoch(loader, workers).steps_left(0)
@@ -112,7 +112,7 @@ class Recipe:
 
     @classmethod
     def of(cls, sampler: Any) -> Recipe | None:
-        """Return the recipe of the sampler's next order, None if only the sampler can draw it."""
+        """The recipe of the sampler's next order, None if only the sampler can draw it."""
         if type(sampler) is DistributedSampler and sampler.num_replicas == 1:
             samples = len(sampler.dataset)  # type: ignore[arg-type]
             return cls(samples, len(sampler), seed=sampler.seed + sampler.epoch, shuffle=sampler.shuffle)
@@ -147,7 +147,7 @@ def _in_order(sampler: Any) -> Order:
 
 
 def epoch_order(loader: DataLoader[Any]) -> tuple[Order, Recipe | None]:
-    """Return the order of the user's sampler for all ranks, and its recipe if it has one. A
+    """Draw the order of the user's sampler for all ranks, with its recipe if it has one. A
     DistributedSampler is replaced by one for a single rank.
 
     A DataLoader draws a seed for its processes before it reads its sampler. This function does so,
@@ -173,7 +173,7 @@ def epoch_order(loader: DataLoader[Any]) -> tuple[Order, Recipe | None]:
 
 
 def agree(order: Order, recipe: Recipe | None, *, first: bool) -> tuple[Order, Recipe | None]:
-    """Return rank 0's order on every rank, because samplers draw from random states that differ
+    """Take rank 0's order on every rank, because samplers draw from random states that differ
     between processes, and its recipe, if it has one. `first` is whether this is rank 0. It sends a
     recipe, which is small, and the others draw the same order. It first draws the order once more,
     so that a torch whose sampler draws in another way is noticed."""
@@ -186,7 +186,7 @@ def agree(order: Order, recipe: Recipe | None, *, first: bool) -> tuple[Order, R
 
 
 def _from_rank_0(value: Any) -> Any:
-    """Return rank 0's value. A training function can have initialized Horovod only."""
+    """Take rank 0's value. A training function can have initialized Horovod only."""
     hvd = sys.modules.get("horovod.torch")
     if dist.is_initialized():
         box = [value]
@@ -205,17 +205,13 @@ def _equal(one: Order, other: Order) -> bool:
 
 
 def random_sources(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """Return the user's generators of the loader and samplers: part of the position."""
+    """The user's generators of the loader and samplers: part of the position."""
     found: list[torch.Generator] = []
     for part in (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
         generator = getattr(part, "generator", None)
         if isinstance(generator, torch.Generator) and all(generator is not known for known in found):
             found.append(generator)
     return found
-
-
-def _listed(units: Any) -> list[int]:
-    return units.tolist()  # type: ignore[no-any-return]
 
 
 class Picker:
@@ -252,7 +248,7 @@ class Picker:
         return self._taken
 
     def _in_samples(self, part: RankPart, after: int) -> RankPart:
-        """Return a part with the weight of its samples: batches can have different sizes."""
+        """Give a part the weight of its samples: batches can have different sizes."""
         offset = after - part.rows
         try:
             batches: Any = self._order[offset:after]
@@ -269,10 +265,11 @@ class Picker:
     def __iter__(self) -> Iterator[Any]:
         order, own, taken, number = self._order, self._own_batches, self._taken, self._number
         unchanged = self.tensors and isinstance(order, (torch.Tensor, range))
-        read = _identity if unchanged else _listed if isinstance(order, torch.Tensor) else list
         for after, part in self._plan.parts_of(self._rank, self._offset):
             taken.append((after, self._in_samples(part, after) if own else part))
-            units: Any = read(order[part.start : part.stop])
+            units: Any = order[part.start : part.stop]
+            if not unchanged:
+                units = units.tolist() if isinstance(units, torch.Tensor) else list(units)
             if own:
                 units = [index for batch in units for index in batch]
             units = units if self._batched else units[0]
@@ -299,19 +296,25 @@ def _units_to_read(seed: int, units: Any) -> Any:
     return units
 
 
-def following(loader: DataLoader[Any], picker: Picker, *, pinned: bool = False) -> DataLoader[Any]:
-    """Return a copy of the user's loader, with all its options and a planned sampler. If it gathers
-    its batches, then into `pinned` memory."""
+def following(loader: DataLoader[Any], picker: Picker, *, pinned: bool = False) -> DataLoader[Any] | Gathered:
+    """Make a copy of a loader, with all its options and a planned sampler, or what gathers equal
+    batches into `pinned` memory, without a loader: on CPUs, that was slower."""
     changed: dict[str, Any] = {"sampler": picker, "generator": torch.Generator().manual_seed(torch.initial_seed())}
+    if can_gather(loader):
+        picker.tensors = True
+        pinned = pinned or (loader.pin_memory and torch.cuda.is_available())
+        gathered = Gathered(loader.dataset, picker, pinned=pinned)  # type: ignore[arg-type]
+        if pinned:
+            return gathered
+        changed |= {"dataset": gathered, "collate_fn": list}  # of what is a list already
+    picker.elsewhere = loader.num_workers > 0
     if loader.batch_sampler is not None:
         changed["batch_sampler"] = picker
-    gathered = gathering(loader, pinned=pinned)
-    picker.tensors, picker.elsewhere = bool(gathered), loader.num_workers > 0
-    return loader_with(loader, **changed, **gathered)
+    return loader_with(loader, **changed)
 
 
 def evened(order: Order, count: int, offset: int) -> Order:
-    """Return the batches of an epoch, with those of a short last step divided into this many parts.
+    """The batches of an epoch, with those of a short last step divided into this many parts.
 
     Otherwise a rank would have to repeat a batch, although there are enough samples.
     """
@@ -329,21 +332,19 @@ def evened(order: Order, count: int, offset: int) -> Order:
 # -- gathering: a `TensorDataset` is read with one index operation for each batch, with equal results --------
 
 
-class Gathered(Dataset[Any]):
-    """A `TensorDataset` that returns complete batches, for a loader that does not collate.
+class Gathered:
+    """The batches of a `TensorDataset` that a picker chooses.
 
     If they are `pinned`, a batch is copied once before it is sent to a GPU. torch gives the memory
     to another batch when nothing refers to this one and its copy on the GPU is done.
     """
 
-    def __init__(self, dataset: TensorDataset, *, pinned: bool = False) -> None:
-        self._dataset, self._pinned = dataset, pinned
+    def __init__(self, dataset: TensorDataset, picker: Iterable[Any], *, pinned: bool = False) -> None:
+        self._dataset, self._picker, self._pinned = dataset, picker, pinned
 
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._dataset[index]
+    def __iter__(self) -> Generator[Any]:
+        for units in self._picker:
+            yield self.__getitems__(units)
 
     def __getitems__(self, indices: list[Any] | torch.Tensor | range) -> Any:
         tensors = self._dataset.tensors
@@ -367,15 +368,8 @@ def _pinned_rows(tensor: torch.Tensor, chosen: torch.Tensor | range) -> torch.Te
     return torch.index_select(tensor, 0, chosen, out=into)
 
 
-def gathering(loader: DataLoader[Any], *, pinned: bool = False) -> dict[str, Any]:
-    """Return the attributes of a copy that gathers its batches; none if it cannot."""
-    if not can_gather(loader):
-        return {}
-    return {"dataset": Gathered(loader.dataset, pinned=pinned), "collate_fn": _identity}  # type: ignore[arg-type]
-
-
 def can_gather(loader: DataLoader[Any]) -> bool:
-    """Return whether the loader's batches are rows of plain tensors in main memory.
+    """Whether the loader's batches are rows of plain tensors in main memory.
 
     Loaders with processes are excluded: the processes cost more than they save here, but the user
     asked for them, and they must see the user's own data set.
@@ -400,7 +394,3 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.requires_grad
         and not tensor.is_quantized
     )
-
-
-def _identity(content: Any) -> Any:
-    return content

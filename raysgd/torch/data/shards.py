@@ -20,7 +20,7 @@ CLOSE_S = 1.0
 
 
 def places_in(state: Mapping[str, Any]) -> list[Place]:
-    """Return the places in the state of a source."""
+    """The places in the state of a source."""
     return [(at, list(counts), list(ended)) for at, counts, ended in state.get("places", ())]
 
 
@@ -54,7 +54,7 @@ class ShardSource(BatchSource):
         self._reset(places_in(state))
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """Return this rank's part of the rest: the last iterator if it stopped at `offset`."""
+        """This rank's part of the rest: the last iterator if it stopped at `offset`."""
         if self._open is None or self._open[:2] != (rank_info, offset):
             _, counts, ended = next((place for place in self._known() if place[0] == offset), self._beginning())
             # Later places are those of steps that were not committed. The new ranks may take other samples in them.

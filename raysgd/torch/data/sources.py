@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from functools import partial
 from itertools import islice
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -15,13 +17,14 @@ from torch.utils.data import DataLoader
 
 from raysgd.core.outcomes import DataLoaderFailure
 from raysgd.core.ranks import RankInfo
-from raysgd.core.sampling_plan import SamplingPlan
+from raysgd.core.sampling_plan import Division, SamplingPlan
 from raysgd.core.tree import mapped
 from raysgd.ray_data.columns import RayData
 from raysgd.torch.data.iterable import sharded_live
 from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.data.rows import first_of
 from raysgd.torch.data.sampling import (
+    Gathered,
     Order,
     Picker,
     Recipe,
@@ -34,7 +37,7 @@ from raysgd.torch.data.sampling import (
     random_sources,
     set_epoch,
 )
-from raysgd.torch.foreign import end_processes, live_iterator
+from raysgd.torch.foreign import end_processes, live_iterator, ranks_asked
 from raysgd.training.position import Position
 from raysgd.training.seeding import Places, derived_seed
 from raysgd.training.step import Drawn
@@ -45,12 +48,21 @@ ENDED_EARLY = (
     "default"
 )
 
+SAMPLER_DIVIDES = (
+    "the sampler %s asks torch.distributed for the rank, or for the number of ranks. raysgd divides what rank 0's sampler draws among the "
+    "ranks, so a sampler that draws the part of one rank leaves out the other rows: let it draw the order of all rows, or divide the data "
+    "yourself with add_dist_sampler=False"
+)
+
+logger = logging.getLogger("raysgd")
+
 
 class BatchSource:
     """What all sources have in common. By default the length of an epoch is not known, nothing
     happens when an epoch begins, and the position is the only state."""
 
     loader: Any
+    voted_s = 0.0  # in which this rank has waited for the others' votes
     first = ""  # of the newest epoch: its number, and a digest of its first batch, if ranks are to have different ones
     _epoch = 0
 
@@ -59,19 +71,19 @@ class BatchSource:
         set_epoch(self.loader, epoch)
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """Return this rank's part of the rest of the epoch."""
+        """This rank's part of the rest of the epoch."""
         raise NotImplementedError
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
-        """Return how many more batches the epoch has for every rank, None if not known."""
+        """How many more batches the epoch has for every rank, None if not known."""
         return None
 
     def state(self) -> dict[str, Any]:
-        """Return what another process needs besides the position to continue this epoch."""
+        """What another process needs besides the position to continue this epoch."""
         return {"epoch": self._epoch}
 
     def state_for_peers(self) -> dict[str, Any]:
-        """Return the same for another worker of this trainer, in any form that `load` takes."""
+        """The same for another worker of this trainer, in any form that `load` takes."""
         return self.state()
 
     def load(self, state: dict[str, Any]) -> None:
@@ -86,9 +98,9 @@ class PlannedSource(BatchSource):
     """A map-style loader. Every sample is used once per epoch, over any number of resizes.
 
     Owns the epoch's order. The caller owns the offset, because only committed batches count.
-    `parts` returns into how many parts a step is divided now, for a number of ranks. Where code of
-    the user reads a part, the generators are seeded for its place among `places`. `device` is where
-    the batches are used.
+    `division` returns how a step is divided now, for a number of ranks. Where code of the user
+    reads a part, the generators are seeded for its place among `places`. `device` is where the
+    batches are used.
     """
 
     def __init__(
@@ -96,11 +108,11 @@ class PlannedSource(BatchSource):
         loader: DataLoader[Any],
         *,
         pad: bool,
-        parts: Callable[[int], int] = lambda ranks: ranks,
+        division: Callable[[int], Division] = lambda ranks: Division(ranks, ranks),
         places: Places | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self.loader, self._pad, self._parts, self._places = loader, pad, parts, places
+        self.loader, self._pad, self._division, self._places = loader, pad, division, places
         self._own_batches = own = has_own_batches(loader)
         self._picker = Picker(own_batches=own, batched=own or loader.batch_size is not None)
         self._twin = following(loader, self._picker, pinned=device is not None and device.type == "cuda")
@@ -108,8 +120,9 @@ class PlannedSource(BatchSource):
         self.order: Order = range(0)
         self._recipe: Recipe | None = None  # of the order, if all ranks have drawn it from that
         self._begun: tuple[int, list[torch.Tensor]] | None = None  # the newest epoch, and the generators before it
+        self._begins = False  # whether it may have to begin again, as no batches of it were asked for
         self._orders: int | None = None  # what the orders are drawn from in a process that has joined a run
-        self._open: tuple[tuple[RankInfo, int], int, Generator[Drawn]] | None = None
+        self._open: tuple[tuple[RankInfo, Division], int, Generator[Drawn]] | None = None
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         """Take the new epoch's order from rank 0's sampler. Every rank still draws an order from
@@ -120,26 +133,36 @@ class PlannedSource(BatchSource):
         if self._begun is not None and self._begun[0] == epoch:  # a failure has ended the first try
             for generator, before in zip(generators, self._begun[1], strict=True):
                 generator.set_state(before)
-        self._begun = epoch, [generator.get_state() for generator in generators]
+        self._begun, self._begins = (epoch, [generator.get_state() for generator in generators]), True
         with torch.random.fork_rng(devices=[], enabled=self._orders is not None):
             if self._orders is not None:
                 torch.default_generator.manual_seed(derived_seed(self._orders, epoch))
-            order, recipe = epoch_order(self.loader)
+            with ranks_asked() as asked:
+                order, recipe = epoch_order(self.loader)
         self.order, self._recipe = order, None
         if shared and rank_info.world_size > 1 and not isinstance(order, range):
             self.order, self._recipe = agree(order, recipe, first=rank_info.world_rank == 0)
+        if asked and shared and epoch == 0 and rank_info.world_rank == 0:
+            sampler = self.loader.batch_sampler if self._own_batches else self.loader.sampler
+            logger.warning(SAMPLER_DIVIDES, type(sampler).__name__)
+
+    @property
+    def units(self) -> int | None:
+        """How many rows an epoch of the loader has, None if a batch sampler decides that."""
+        return None if self._own_batches else len(self.loader.sampler)
 
     def state(self) -> dict[str, Any]:
-        """Return the order of this epoch, and the generators' states for the next ones."""
+        """The order of this epoch, and the generators' states for the next ones."""
         order = None if isinstance(self.order, range) else self.order
         generators = [source.get_state() for source in random_sources(self.loader)]
+        if self._begun is not None and self._begins:
+            generators = self._begun[1][1:]
         return {**super().state(), "order": order, "generators": generators}
 
     def state_for_peers(self) -> dict[str, Any]:
-        """Return the state with the order's recipe, if it has one, in place of the order: with
-        millions of samples, a snapshot after a short call would copy and send many MB. A new
-        process, whose generators are young, draws further orders from what these were drawn
-        from."""
+        """The state with the order's recipe, if it has one, in place of the order: with millions of
+        samples, a snapshot after a short call would copy and send many MB. A new process, whose
+        generators are young, draws further orders from what these were drawn from."""
         orders = torch.initial_seed() if self._orders is None else self._orders
         drawn = {} if self._places is not None or random_sources(self.loader) else {"orders": orders}
         recipe = {} if self._recipe is None else {"order": None, "recipe": self._recipe}
@@ -148,7 +171,7 @@ class PlannedSource(BatchSource):
     def load(self, state: dict[str, Any]) -> None:
         super().load(state)
         self._orders = state.get("orders") if self._begun is None else self._orders
-        self._begun = -1, []
+        self._begun, self._begins = (-1, []), False
         recipe, order = state.get("recipe"), state.get("order")
         if isinstance(recipe, Recipe):  # never from a file
             order = self.order if recipe == self._recipe else recipe.order()
@@ -159,8 +182,9 @@ class PlannedSource(BatchSource):
             source.set_state(saved)
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """Return this rank's part of the rest: the last iterator if it stopped at `offset`."""
-        key = rank_info, self._parts(rank_info.world_size)
+        """This rank's part of the rest: the last iterator if it stopped at `offset`."""
+        self._begins = False
+        key = rank_info, self._division(rank_info.world_size)
         if self._open is not None and self._open[:2] == (key, offset):
             return self._open[2]
         self._drop()
@@ -170,16 +194,16 @@ class PlannedSource(BatchSource):
 
     def _generate(self, rank_info: RankInfo, offset: int) -> Generator[Drawn]:
         if self._pad and self._own_batches:
-            self.order = evened(self.order, self._parts(rank_info.world_size), offset)
+            self.order = evened(self.order, self._division(rank_info.world_size).batches, offset)
         places, epoch = self._places, self._epoch + 1
         seed = torch.initial_seed() if places is None else places.number(epoch=epoch)
-        if self._seed != seed:
+        if self._seed != seed and not isinstance(self._twin, Gathered):
             self._seed = seed
             self._twin.generator.manual_seed(seed)  # the processes of the loader get their seeds from it
         number = None if places is None else partial(places.number, epoch=epoch, reading=True)
         taken = self._picker.follow(self.order, self._plan(rank_info), rank_info.world_rank, offset, number)
         try:
-            with closing(LoaderIterator(self._twin)) as live:
+            with closing(self._batches_of_twin()) as live:
                 for batch in live:
                     if not taken:
                         raise RuntimeError(
@@ -202,6 +226,9 @@ class PlannedSource(BatchSource):
             raise
         self._open = None
 
+    def _batches_of_twin(self) -> Generator[Any] | LoaderIterator:
+        return iter(self._twin) if isinstance(self._twin, Gathered) else LoaderIterator(self._twin)
+
     def close(self) -> None:
         """End the loader's processes. If only the garbage collector did it, torch would wait 5 s
         for each: their queues are collected first, so they would not be asked to end."""
@@ -219,7 +246,7 @@ class PlannedSource(BatchSource):
 
     def _plan(self, rank_info: RankInfo) -> SamplingPlan:
         ranks = rank_info.world_size
-        return plan_of(self.loader, len(self.order), parts=self._parts(ranks), world_size=ranks, pad=self._pad)
+        return plan_of(self.loader, len(self.order), self._division(ranks), world_size=ranks, pad=self._pad)
 
 
 class Votes:
@@ -296,7 +323,7 @@ class LiveSource(BatchSource):
         self.first = f"{self._epoch} {digest}" if digest else ""
 
     def _opened(self, rank_info: RankInfo) -> Iterator[Any]:
-        """Return a new iterator; in an epoch, one that continues after the returned batches."""
+        """Open a new iterator; in an epoch, one that continues after the returned batches."""
         sources = self._generators()
         now = [source.get_state() for source in sources]
         if self._given:
@@ -315,8 +342,8 @@ class LiveSource(BatchSource):
         """Called when the epoch ends; `finished` is whether this rank's iterator has ended, too."""
 
     def _part(self, rank_info: RankInfo) -> Any:
-        """Return a loader of this rank's part of the stream."""
-        self._used = sharded_live(self.loader, rank_info) if self._shard else self.loader
+        """A loader of this rank's part of the stream."""
+        self._used = sharded_live(self.loader, rank_info, warns=self._epoch == 0) if self._shard else self.loader
         return self._used
 
     def _generators(self) -> list[torch.Generator]:
@@ -334,11 +361,12 @@ class LiveSource(BatchSource):
         return batch
 
     def _all(self, rank_info: RankInfo, mine: bool) -> bool:
-        """Return whether this is so on all ranks."""
+        """Whether this is so on all ranks."""
         if not self._together or rank_info.world_size == 1:
             return mine
-        answer = torch.tensor([int(mine)])
+        began, answer = perf_counter(), torch.tensor([int(mine)])
         dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self._votes.group)
+        self.voted_s += perf_counter() - began
         return bool(answer.item())
 
 
@@ -388,7 +416,7 @@ class RowSource(BatchSource):
 
 
 def _tensor(column: Any, *_: Any) -> Any:
-    """Return a column as a tensor; a floating-point one in torch's default type."""
+    """Convert a column to a tensor; a floating-point one in torch's default type."""
     tensor = torch.as_tensor(column)
     return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
 

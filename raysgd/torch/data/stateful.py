@@ -31,7 +31,7 @@ def has_state(loader: Any) -> bool:
 
 
 def marks_in(state: Mapping[str, Any]) -> list[tuple[int, list[Any]]]:
-    """Return the marks in the state of a source."""
+    """The marks in the state of a source."""
     return [(int(at), list(states)) for at, states in state.get("marks", ())]
 
 
@@ -101,7 +101,7 @@ class StatefulSource(LiveSource):
         return super()._opened(rank_info) if self._base is None else self._resumed(rank_info, *self._base)
 
     def _resumed(self, rank_info: RankInfo, at: int, state: Any, finished: bool) -> Iterator[Any]:
-        """Return an iterator that continues after the returned batches, and draws no numbers."""
+        """Make an iterator that continues after the returned batches, and draws no numbers."""
         sources = self._generators()
         now = [source.get_state() for source in sources]
         loader = self._part(rank_info)
@@ -143,7 +143,7 @@ class StatefulSource(LiveSource):
             self._marks.pop(0)
 
     def _loses(self, states: list[Any]) -> bool:
-        """Return whether a checkpoint cannot hold these states, which are alike on all ranks."""
+        """Whether a checkpoint cannot hold these states, which are alike on all ranks."""
         buffer = io.BytesIO()
         torch.save(states, buffer)
         buffer.seek(0)

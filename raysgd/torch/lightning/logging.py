@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from raysgd.constants import NUM_SAMPLES
-from raysgd.core.progress import Control
+from raysgd.core.control import Control
 from raysgd.errors import ConfigError
 from raysgd.torch.skipped_steps import gathered_objects
 
@@ -40,7 +40,7 @@ class LoggedValues:
         self._batch, self._samples = {}, None
 
     def end_batch(self, measured: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the batch's values: those that the loop `measured`, and those that were logged. A
+        """Collect the batch's values: those that the loop `measured`, and those that were logged. A
         logged `batch_size` replaces the number of samples."""
         values = {**measured, **(self._batch or {})}
         if self._samples is not None:
@@ -117,7 +117,7 @@ class LoggedValues:
 
 
 def _is_metric(value: Any) -> bool:
-    """Return whether this is a TorchMetrics object, by its methods: no import is needed."""
+    """Whether this is a TorchMetrics object, by its methods: no import is needed."""
     return isinstance(value, nn.Module) and all(
         callable(getattr(value, each, None)) for each in ("compute", "reset", "update")
     )

@@ -32,27 +32,16 @@ UNSUPPORTED = (
     "validation_step_end",
 )
 
-BY_HAND = {"automatic_optimization": (False,)}
-IN_THE_MODULE = "do it in the module's training_step, for example with self.clip_gradients"
 NOT_WITH_LIGHTNING: Exclusions = (
     ({"precision": ("apex",)}, "use 'fp16' or 'bf16'"),
     ({"parallel": ("fsdp",)}, "use 'ddp'"),
-    (
-        {"accumulate": (1).__lt__},
-        "use larger batches, or accumulate gradients in the module with automatic_optimization = False",
-    ),
+    ({"accumulate": (1).__lt__}, "use larger batches"),
     ({"clip_norm": bool, "clip_value": bool}, "pass one of the two"),
-    ({"clip_norm": bool, **BY_HAND}, IN_THE_MODULE),
-    ({"clip_value": bool, **BY_HAND}, IN_THE_MODULE),
-    (
-        {"comm_hook": bool, **BY_HAND},
-        "raysgd averages the gradients of such a module without DDP's hooks: leave it out",
-    ),
 )
 
 
 def lightning_base(module_cls: Any) -> type:
-    """Return the LightningModule class that this one inherits from, of either package."""
+    """Find the LightningModule class that this one inherits from, of either package."""
     if not isinstance(module_cls, type):
         given = (
             f"an object of type {type(module_cls).__name__}" if isinstance(module_cls, nn.Module) else repr(module_cls)
@@ -76,12 +65,12 @@ def lightning_base(module_cls: Any) -> type:
 
 
 def optimizers_of(base: type) -> Any:
-    """Return the module `core.optimizer` of the package that the module's class comes from."""
+    """Import the module `core.optimizer` of the package that the module's class comes from."""
     return import_module(f"{base.__module__.rsplit('.core', 1)[0]}.core.optimizer")
 
 
 def construct(module_cls: type, config: Mapping[str, Any]) -> Any:
-    """Return a module. If its `__init__` has a parameter `config`, it gets the complete config, and
+    """Make a module. If its `__init__` has a parameter `config`, it gets the complete config, and
     otherwise the keys that are its parameters."""
     parameters = list(inspect.signature(module_cls).parameters.values())
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
@@ -97,7 +86,7 @@ def construct(module_cls: type, config: Mapping[str, Any]) -> Any:
 
 
 def overrides(module: Any, base: type, hook: str) -> bool:
-    """Return whether the module overrides this hook."""
+    """Whether the module overrides this hook."""
     own = getattr(type(module), hook, None)
     return own is not None and own is not getattr(base, hook, None)
 
@@ -117,19 +106,24 @@ def refuse_unsupported(module: Any, base: type, settings: TorchSettings) -> None
         raise ConfigError(
             f"{name}.training_step(dataloader_iter) is not supported: define training_step(batch, batch_idx)"
         )
-    given = {"from_ptl": name, "automatic_optimization": module.automatic_optimization}
-    refuse([({"from_ptl": bool, **values}, why) for values, why in NOT_WITH_LIGHTNING], vars(settings.options) | given)
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"{name}.automatic_optimization is False, and from_ptl steps the optimizer itself: use Lightning's Trainer in a "
+            "training function, with raysgd.train.lightning.prepare_trainer(trainer, elastic=False)"
+        )
+    given = vars(settings.options) | {"from_ptl": name}
+    refuse([({"from_ptl": bool, **values}, why) for values, why in NOT_WITH_LIGHTNING], given)
 
 
 def takes_index(step: Callable[..., Any]) -> bool:
-    """Return whether a step takes (batch, batch_idx), and not only (batch)."""
+    """Whether a step takes (batch, batch_idx), and not only (batch)."""
     parameters = inspect.signature(step).parameters.values()
     places = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     return len(places) > 1 or any(each.kind is each.VAR_POSITIONAL for each in parameters)
 
 
 def one_loader(given: Any, name: str) -> Any:
-    """Return the loader from what a module returned or the user passed: exactly one."""
+    """Find the loader in what a module returned or the user passed: exactly one."""
     if hasattr(given, "prepare_data") and hasattr(given, "train_dataloader"):
         raise ConfigError(
             f"{name} is a {type(given).__name__}: data modules are not supported. Pass its loaders, or call it in the "

@@ -25,7 +25,7 @@ from raysgd.training.feed import NoFeed
 def operator_from_lightning(
     module_cls: Any, train_dataloader: Any = None, val_dataloader: Any = None
 ) -> type[LightningOperator]:
-    """Return a `LightningOperator` for this class. Without loaders, it has the module's own."""
+    """Make a `LightningOperator` for this class. Without loaders, it has the module's own."""
     modules.lightning_base(module_cls)
     loaders = {
         "train_dataloader": modules.one_loader(train_dataloader, "train_dataloader"),
@@ -56,7 +56,9 @@ class LightningOperator(TrainingOperator):
         self._base = modules.lightning_base(self.module_cls)
         self.module = module = modules.construct(self.module_cls, config)
         modules.refuse_unsupported(module, self._base, self._settings)
-        self._stub = module.trainer = TrainerStub(module, self._rank_info, self._settings.options, self.total_steps)
+        self._stub = module.trainer = TrainerStub(
+            module, self._internals.rank_info, self._settings.options, self.total_steps
+        )
         self._epoch, self._batch_idx = -1, 0
         self._open = False  # whether an epoch has begun for which on_train_epoch_end was not called
         self._announced: int | None = None  # the epoch for which this process has called on_train_epoch_start
@@ -90,7 +92,7 @@ class LightningOperator(TrainingOperator):
     def _prepare_data(self) -> None:
         """Call prepare_data on the first worker of each machine, while the others wait."""
         per_node = getattr(self.module, "prepare_data_per_node", True)
-        if self.local_rank == 0 and (per_node or self._rank_info.world_rank == 0):
+        if self.local_rank == 0 and (per_node or self._internals.rank_info.world_rank == 0):
             self.module.prepare_data()
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier(device_ids=self.device_ids)
@@ -105,8 +107,7 @@ class LightningOperator(TrainingOperator):
         module, wrapped = self.module, self._parts.wrapped[0]
         self._logged = LoggedValues(module)
         self._ddp = wrapped if isinstance(wrapped, DistributedDataParallel) else None
-        average = self._ddp is not None and not module.automatic_optimization
-        self._services = StepServices(module, self._parts.precision, optimizers, core, average=average)
+        self._services = StepServices(module, self._parts.precision, optimizers, core)
         self._stub.attach(self._services, optimizers, self._schedules.all)
         self._indexed = modules.takes_index(module.training_step), modules.takes_index(module.validation_step)
 
@@ -118,12 +119,12 @@ class LightningOperator(TrainingOperator):
     # -- RaySGD's names for the parts -----------------------------------------------------------------
 
     def get_model(self) -> Any:
-        """Return the LightningModule itself."""
+        """The LightningModule itself."""
         return self.module
 
     @property
     def model(self) -> Any:
-        """Return the module as it is trained: with several workers, wrapped in DDP."""
+        """The module as it is trained: with several workers, wrapped in DDP."""
         return self._parts.wrapped[0]
 
     @property
@@ -136,7 +137,7 @@ class LightningOperator(TrainingOperator):
 
     @property
     def scheduler_dicts(self) -> list[dict[str, Any]]:
-        """Return when each scheduler steps, with the keys of Lightning's `lr_scheduler` dicts."""
+        """When each scheduler steps, with the keys of Lightning's `lr_scheduler` dicts."""
         return [dict(vars(each)) for each in self._schedules.all]
 
     # -- training -------------------------------------------------------------------------------------
@@ -148,7 +149,8 @@ class LightningOperator(TrainingOperator):
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        self._meter, feed = self._meter_class(), self._feed
+        feed = self._internals.feed
+        self._internals.begin_metrics()
         module = self.module
         with self._attached("training"):
             if not self._started:
@@ -182,14 +184,11 @@ class LightningOperator(TrainingOperator):
         """Run one training step with its hooks. Report its loss as train_loss, and the rest."""
         self._outputs: dict[str, Any] = {}
         arguments = (batch, batch_info["batch_idx"]) if self._indexed[0] else (batch,)
-        if self.module.automatic_optimization:
-            self._optimize(arguments)
-        else:
-            self._outputs = _outputs(self._training_step(arguments))
+        self._optimize(arguments)
         return _measured("train_loss", self._outputs, self._samples_in(batch))
 
     def _optimize(self, arguments: tuple[Any, ...]) -> None:
-        """Step automatically: the optimizer calls the closure once, or several times (L-BFGS)."""
+        """Step the optimizer, which calls the closure once, or several times (L-BFGS)."""
         module, optimizer = self.module, self._parts.optimizers[0]
         epoch, batch_idx = self._epoch, self._batch_idx
         ran = False
@@ -215,7 +214,7 @@ class LightningOperator(TrainingOperator):
             )
 
     def _loss(self, output: Any) -> Any:
-        """Return the loss, or None to skip the batch, which only a single worker can."""
+        """The loss, or None to skip the batch, which only a single worker can."""
         if output is None and self._ddp is None:
             return None
         loss = output.get("loss") if isinstance(output, dict) else output
@@ -228,13 +227,7 @@ class LightningOperator(TrainingOperator):
 
     def _training_step(self, arguments: tuple[Any, ...]) -> Any:
         with self.timers.record("fwd"), self.autocast():
-            if self._ddp is None:
-                return self.module.training_step(*arguments)
-            if self.module.automatic_optimization:
-                return self._ddp(*arguments)
-            # The backward passes are inside the step, so DDP cannot know when they end: `StepServices` averages.
-            with self._ddp.no_sync():
-                return self._ddp(*arguments)
+            return self.module.training_step(*arguments) if self._ddp is None else self._ddp(*arguments)
 
     # -- epochs ---------------------------------------------------------------------------------------
 
@@ -269,7 +262,8 @@ class LightningOperator(TrainingOperator):
         module = self.module
         if not modules.overrides(module, self._base, "validation_step"):
             raise ConfigError(f"validate() needs a validation_step in {type(module).__name__}")
-        self._meter, feed = self._meter_class(), self._feed
+        feed = self._internals.feed
+        self._internals.begin_metrics()
         with self._attached("validating"), torch.no_grad():
             module.on_validation_start()
             module.on_validation_epoch_start()
@@ -281,7 +275,7 @@ class LightningOperator(TrainingOperator):
                 module.on_validation_batch_end(self._outputs, batch, batch_idx)
                 self._count(feed.step, self._logged.end_batch(measured))
             if feed.stopped:
-                return dict(self._meter.summary())  # a worker has failed, and the validation will be repeated
+                return dict(self._internals.meter.summary())  # a worker has failed, and the validation will be repeated
             module.on_validation_epoch_end()
             report = self._report()
             module.on_validation_end()
@@ -301,7 +295,7 @@ class LightningOperator(TrainingOperator):
     def _attached(self, phase: str) -> Iterator[None]:
         """Replace `self.log` during a call. Between calls, the module is as its class made it."""
         stub = self._stub
-        stub.join(self._rank_info)
+        stub.join(self._internals.rank_info)
         stub.global_step = self.global_step
         self._logged.begin_call(self.world_rank)
         inner: list[Any] = [each for each in self.module.modules() if isinstance(each, self._base)]
@@ -316,7 +310,7 @@ class LightningOperator(TrainingOperator):
                 del each.log
 
     def _transferred(self, batch: Any) -> Any:
-        """Return the batch, on the device already, after the module's own transfer hooks."""
+        """The batch, on the device already, after the module's own transfer hooks."""
         module = self.module
         batch = module.on_before_batch_transfer(batch, 0)
         if modules.overrides(module, self._base, "transfer_batch_to_device"):
@@ -324,7 +318,7 @@ class LightningOperator(TrainingOperator):
         return module.on_after_batch_transfer(batch, 0)
 
     def _report(self) -> dict[str, Any]:
-        report = {**self._meter.summary(), **self._logged.computed(self._parts.calls.control)}
+        report = {**self._internals.meter.summary(), **self._logged.computed(self._parts.calls.control)}
         self._stub.callback_metrics.update(report)
         return report
 
@@ -367,7 +361,7 @@ class _TrainingStep(nn.Module):
 
 
 def _outputs(output: Any) -> dict[str, Any]:
-    """Return a step's result as the dictionary that batch hooks get, without the autograd graph."""
+    """A step's result as the dictionary that batch hooks get, without the autograd graph."""
     if output is None:
         return {}
     if isinstance(output, torch.Tensor):
@@ -378,9 +372,9 @@ def _outputs(output: Any) -> dict[str, Any]:
 
 
 def _measured(name: str, outputs: dict[str, Any], samples: float) -> dict[str, Any]:
-    """Return what is reported for a batch of so many samples if the module logs nothing: the
-    numbers in the step's dictionary, each by its key and the loss as `name`. What is not a number,
-    such as predictions, is only for the module's hooks."""
+    """What is reported for a batch of so many samples if the module logs nothing: the numbers in
+    the step's dictionary, each by its key and the loss as `name`. What is not a number, such as
+    predictions, is only for the module's hooks."""
     numbers = {key: value for key, value in outputs.items() if _is_number(value)}
     loss = {name: numbers.pop("loss")} if "loss" in numbers else {}
     return {NUM_SAMPLES: samples, **loss, **numbers}

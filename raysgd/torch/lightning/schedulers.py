@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd.constants import NUM_SAMPLES
-from raysgd.core.progress import Control
+from raysgd.core.control import Control
 from raysgd.errors import ConfigError
 from raysgd.torch.foreign import configured_optimizers
 
@@ -17,14 +17,13 @@ from raysgd.torch.foreign import configured_optimizers
 class Schedules:
     """Steps a module's schedulers: `all` are Lightning's `LRSchedulerConfig` of each, and `due` is
     whether it must still step for the last epoch, which is so until the value that it monitors has
-    been reported. With manual optimization, the module steps them itself."""
+    been reported."""
 
     def __init__(self, module: Any, schedules: list[Any], device: torch.device) -> None:
         self.all, self.due = schedules, [False for _ in schedules]
         self._module, self._device = module, device
-        automatic = module.automatic_optimization
-        self._regular = [each for each in schedules if not each.reduce_on_plateau] if automatic else []
-        self._plateaus = [n for n, each in enumerate(schedules) if each.reduce_on_plateau] if automatic else []
+        self._regular = [each for each in schedules if not each.reduce_on_plateau]
+        self._plateaus = [n for n, each in enumerate(schedules) if each.reduce_on_plateau]
 
     def step(self, interval: str, count: int, *, unless: Callable[[Any], bool] = lambda scheduler: False) -> None:
         """Step the schedulers that are due after batch number `count` of an epoch, or after epoch
@@ -62,8 +61,8 @@ class Schedules:
 
 
 def read_configuration(module: Any, core: Any) -> tuple[list[Any], list[Any]]:
-    """Return the optimizers and the `LRSchedulerConfig` of each scheduler that the module
-    configures, as Lightning reads them. `core` is Lightning's module `core.optimizer`."""
+    """Read the optimizers and the `LRSchedulerConfig` of each scheduler that the module configures,
+    as Lightning reads them. `core` is Lightning's module `core.optimizer`."""
     configured = module.configure_optimizers()
     try:
         optimizers, schedules = configured_optimizers(core, module, configured)
@@ -72,10 +71,9 @@ def read_configuration(module: Any, core: Any) -> tuple[list[Any], list[Any]]:
     for each in schedules:
         if each.frequency < 1:
             raise ConfigError(f"{type(each.scheduler).__name__} has frequency={each.frequency!r}: use 1 or more")
-    for each in schedules if module.automatic_optimization else []:
         if each.reduce_on_plateau and each.interval == "step":
             raise ConfigError(
                 f"{type(each.scheduler).__name__} with interval='step' is not supported, because the value that it monitors belongs to "
-                "an epoch or a validation: use interval='epoch', or set automatic_optimization = False and step it yourself"
+                "an epoch or a validation: use interval='epoch'"
             )
     return optimizers, schedules

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,21 +18,12 @@ from raysgd.torch.precision import Precision
 class StepServices:
     """Runs the backward pass and the optimizer's step, with the module's hooks around them.
 
-    Lightning's `manual_backward`, `optimizers`, `clip_gradients` and `all_gather` call it as the
-    trainer's `strategy`, so its methods have the names of Lightning's Strategy.
+    Lightning's `optimizers`, `clip_gradients` and `all_gather` call it as the trainer's `strategy`,
+    so its methods have the names of Lightning's Strategy.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        precision: Precision,
-        optimizers: list[Any],
-        core: Any,
-        *,
-        average: bool,
-    ) -> None:
-        self.lightning_module = module
-        self._precision, self._average = precision, average
+    def __init__(self, module: Any, precision: Precision, optimizers: list[Any], core: Any) -> None:
+        self.lightning_module, self._precision = module, precision
         self._lightning_optimizers = [core.LightningOptimizer(each) for each in optimizers]
         for wrapped in self._lightning_optimizers:
             wrapped._strategy = self
@@ -41,8 +32,6 @@ class StepServices:
         module, scaler = self.lightning_module, getattr(self._precision, "scaler", None)
         module.on_before_backward(loss)
         module.backward(loss if scaler is None else scaler.scale(loss), *args, **kwargs)
-        if self._average:
-            average_gradients(module.parameters())
         module.on_after_backward()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -51,28 +40,26 @@ class StepServices:
 
         def closed() -> Any:
             result = closure()
-            if result is not None or not module.automatic_optimization:
+            if result is not None:
                 self._precision.unscale(optimizer)
             module.on_before_optimizer_step(optimizer)
-            if module.automatic_optimization:
-                module.configure_gradient_clipping(
-                    optimizer,
-                    gradient_clip_val=module.trainer.gradient_clip_val,
-                    gradient_clip_algorithm=module.trainer.gradient_clip_algorithm,
-                )
+            module.configure_gradient_clipping(
+                optimizer,
+                gradient_clip_val=module.trainer.gradient_clip_val,
+                gradient_clip_algorithm=module.trainer.gradient_clip_algorithm,
+            )
             return result
 
         if getattr(self._precision, "scaler", None) is None:
             return optimizer.step(closure=closed, **kwargs)
         result = closed()
-        if result is not None or not module.automatic_optimization:
+        if result is not None:
             self._precision.step(optimizer)
         return result
 
     def clip_gradients(self, optimizer: Any, clip_val: float, gradient_clip_algorithm: Any = "norm") -> None:
         if clip_val <= 0:
             return
-        self._precision.unscale(optimizer)
         parameters = self._precision.parameters(optimizer)
         if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value":
             nn.utils.clip_grad_value_(parameters, clip_val)
@@ -144,32 +131,3 @@ class TrainerStub:
             f"self.trainer.{name} does not exist: raysgd trains this module, without Lightning's Trainer, and the script decides "
             f"how many epochs it trains. Pass what you need in the config. Available are {', '.join(known)}"
         )
-
-
-def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Average the gradients over all ranks, with one all-reduce per device and dtype. A gradient
-    that no rank has stays None.
-
-    Averaging gradients twice changes nothing, so this can be called after every backward pass.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    groups: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-    for (device, dtype), group in groups.items():
-        _average_group(group, torch.tensor([each.grad is not None for each in group], device=device, dtype=dtype))
-
-
-@torch.no_grad()
-def _average_group(parameters: list[nn.Parameter], has_gradient: torch.Tensor) -> None:
-    flat = [torch.zeros_like(each).flatten() if each.grad is None else each.grad.flatten() for each in parameters]
-    buffer = torch.cat([has_gradient, *flat])
-    dist.all_reduce(buffer)
-    mean = buffer[len(parameters) :] / dist.get_world_size()
-    flat = list(torch.split(mean, [each.numel() for each in parameters]))
-    for parameter, any_rank_has, gradient in zip(parameters, buffer[: len(parameters)].tolist(), flat, strict=True):
-        if parameter.grad is not None:
-            parameter.grad.copy_(gradient.view_as(parameter))
-        elif any_rank_has:
-            parameter.grad = gradient.view_as(parameter).clone()

@@ -78,7 +78,7 @@ class HorovodTrainer(DataParallelTrainer):
 
 
 def _select(kind: type[BackendConfig], **named: Any) -> BackendConfig:
-    """Return the config that was passed under one of its names, or the default."""
+    """Choose the config that was passed under one of its names, or the default."""
     given = {name: config for name, config in named.items() if config is not None}
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} are names of one argument: pass only one of them")

@@ -9,9 +9,7 @@ Driver.
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import platform
 import time
 import uuid
 from collections.abc import Mapping
@@ -20,9 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raysgd.core.metrics import plain
-from raysgd.core.network import own_address
 from raysgd.errors import CheckpointError, described, shown
 from raysgd.storage import folders, locations, values
+from raysgd.train.callbacks import autofill
 
 SETTINGS, RESULTS, STATE = "trainer.zip", "results.jsonl", "state.json"
 IDS = ("trial_id", "experiment_id")
@@ -61,7 +59,7 @@ class StoredRun:
             tuple(line["checkpoint"] for line in lines),
         )
 
-    def reported_with(self) -> dict[int, dict[str, Any]]:
+    def metrics_by_checkpoint(self) -> dict[int, dict[str, Any]]:
         """Return the metrics reported with each checkpoint, or with the next report."""
         found: dict[int, dict[str, Any]] = {}
         for row, number in zip(self.rows, self.checkpoints, strict=True):
@@ -79,7 +77,7 @@ def _state(place: Any) -> dict[str, Any]:
 
 
 def _line(place: Any, number: int, line: bytes) -> dict[str, Any]:
-    """Return a report, with the number of the newest checkpoint at that time."""
+    """Read a report, with the number of the newest checkpoint at that time."""
     found = folders.parse_json(line, f"line {number} of {place}")
     if not isinstance(found.get("metrics"), dict) or not isinstance(found.get("checkpoint", ""), (int, type(None))):
         raise CheckpointError(f"{place} is damaged: line {number} is not a report")
@@ -87,7 +85,7 @@ def _line(place: Any, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _settings(where: Any) -> dict[str, bytes]:
-    """Return the pickles of the settings by name, without loading one: this runs no code."""
+    """Read the pickles of the settings by name, without loading one: this runs no code."""
     data = locations.read(where / SETTINGS)
     try:
         found = dict(values.load(data))
@@ -101,7 +99,7 @@ def _settings(where: Any) -> dict[str, bytes]:
 
 
 def can_restore(where: Any) -> bool:
-    """Return whether there is a run that can be resumed."""
+    """Whether there is a run that can be resumed."""
     return bool((where / SETTINGS).is_file() and (where / STATE).is_file())
 
 
@@ -124,7 +122,7 @@ class RunRecord:
         self._began = self._last = self._warm = time.time()
 
     def trial(self) -> dict[str, Any]:
-        """Return what `train.get_context()` says about the run."""
+        """What `train.get_context()` says about the run."""
         trial_id = self._ids["trial_id"]
         return {
             "experiment_name": self.where.name,
@@ -136,18 +134,18 @@ class RunRecord:
     def begin(self, settings: Mapping[str, bytes]) -> None:
         """Write the files, and an earlier run's rows again: the last may be incomplete."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        locations.write(self.log_dir / RESULTS, "".join(self._unwritten()).encode())
+        locations.write(self.log_dir / RESULTS, "".join(self._take_unwritten()).encode())
         locations.write(self.where / SETTINGS, values.dump(dict(settings), dumps=pickle.dumps))
         self._write_status("running")
 
-    def started(self) -> None:
+    def note_start(self) -> None:
         """Note that the workers are ready, and that the function starts."""
         self._last = self._warm = time.time()
 
     def add(self, row: Mapping[str, Any], newest: int | None) -> None:
         """Write a report of rank 0. Upload the file whenever there is a new checkpoint."""
         is_new = newest is not None and newest != (self._numbers[-1] if self._numbers else None)
-        self.rows.append({**self._autofilled(), **row})
+        self.rows.append({**self._autofill(), **row})
         self._numbers.append(newest)
         self._append()
         if is_new:
@@ -165,9 +163,9 @@ class RunRecord:
 
     def _append(self) -> None:
         with open(self.log_dir / RESULTS, "a", encoding="utf-8") as file:
-            file.writelines(self._unwritten())
+            file.writelines(self._take_unwritten())
 
-    def _unwritten(self) -> list[str]:
+    def _take_unwritten(self) -> list[str]:
         """Return a line for each row that is not in the file yet."""
         new = zip(self.rows[self._written :], self._numbers[self._written :], strict=True)
         self._written = len(self.rows)
@@ -177,9 +175,9 @@ class RunRecord:
         if self.where != self.log_dir and (self.log_dir / RESULTS).exists():
             locations.write(self.where / RESULTS, (self.log_dir / RESULTS).read_bytes())
 
-    def _autofilled(self) -> dict[str, Any]:
+    def _autofill(self) -> dict[str, Any]:
         count, now = len(self.rows) + 1, time.time()
-        row = autofilled(count, self._began, self._last, now) | {
+        row = autofill(count, self._began, self._last, now) | {
             "time_total_s": self._before + now - self._began,
             "iterations_since_restore": count - self._restored,
             **self._ids,
@@ -195,30 +193,13 @@ class RunRecord:
         return row
 
 
-def autofilled(count: int, began: float, last: float, now: float) -> dict[str, Any]:
-    """Return what Ray adds to report number `count`, under Ray's names. `last`: the time before."""
-    return {
-        "timestamp": int(now),
-        "date": time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(now)),
-        "time_this_iter_s": now - last,
-        "time_total_s": now - began,
-        "time_since_restore": now - began,
-        "training_iteration": count,
-        "iterations_since_restore": count,
-        "hostname": platform.node(),
-        "node_ip": own_address(),
-        "pid": os.getpid(),
-        "done": False,
-    }
-
-
 def _line_of(row: dict[str, Any]) -> str:
-    """Return a line that ends with a digest of the rest."""
+    """Make a line that ends with a digest of the rest."""
     return folders.dump_json(json.loads(json.dumps(row, default=as_json))).decode() + "\n"
 
 
 def _lines(path: Any) -> list[bytes]:
-    """Return the complete lines: the last one may be truncated."""
+    """Read the complete lines: the last one may be truncated."""
     if not path.is_file():
         return []
     return list(locations.read(path).split(b"\n")[:-1])
@@ -232,6 +213,6 @@ def _with_text_keys(value: Any) -> Any:
 
 
 def as_json(value: Any) -> Any:
-    """Return a number for a single number, and the `repr` of other objects that are not JSON."""
+    """A number for a single number, and the `repr` of other objects that are not JSON."""
     number = plain(value)
     return shown(value) if number is value else number

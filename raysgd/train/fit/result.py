@@ -47,12 +47,12 @@ class Result:
 
     @classmethod
     def from_path(cls, path: str | Path | Uri, *, trusted: bool = False) -> Result:
-        """Return the result of the run of `fit()` at `path` so far, from its files. This runs no
-        code from them. `trusted` applies to its checkpoints."""
+        """Read the result of the run of `fit()` at `path` so far, from its files. This runs no code
+        from them. `trusted` applies to its checkpoints."""
         where = place(path)
         past = StoredRun.read(where)
         manager = CheckpointManager(where)
-        manager.adopt(past.reported_with(), resume=False)
+        manager.adopt(past.metrics_by_checkpoint(), resume=False)
         log_dir = where if isinstance(where, Path) else Path()
         error = TrainingFailedError(past.error) if past.status == "failed" else None
         return cls.of(where, manager, past.rows, trusted=trusted, log_dir=log_dir, error=error)
@@ -67,7 +67,7 @@ class Result:
         trusted: bool = True,
         **more: Any,
     ) -> Result:
-        """Return the result of a run with these rows and this manager's checkpoints."""
+        """Make the result of a run with these rows and this manager's checkpoints."""
         stored = sorted(manager.stored, key=lambda each: each.number)
         if stored and (stored[-1].number == manager.latest_id or manager.payload is None):
             newest: Checkpoint | None = Checkpoint(stored[-1].path, trusted=trusted)
@@ -88,21 +88,21 @@ class Result:
 
     @property
     def metrics_dataframe(self) -> Any:
-        """Return a pandas.DataFrame with one row for each report of rank 0."""
+        """A pandas.DataFrame with one row for each report of rank 0."""
         return import_extra("pandas", user="metrics_dataframe").DataFrame(list(self.history))
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """Return the function's config."""
+        """The function's config."""
         return self.metrics.get("config")
 
     @property
     def return_value(self) -> Any:
-        """Return what the function returned on rank 0."""
+        """What the function returned on rank 0."""
         return self.return_values[0] if self.return_values else None
 
     def get_best_checkpoint(self, metric: str, mode: Literal["min", "max"]) -> Checkpoint | None:
-        """Return the stored checkpoint with the best `metric`; `mode` is "min" or "max"."""
+        """Find the stored checkpoint with the best `metric`; `mode` is "min" or "max"."""
         one_of("mode", mode, "min", "max")
         sign = 1 if mode == "max" else -1
         scored = [

@@ -23,10 +23,10 @@ from raysgd.storage.locations import Place, copy_logs, names, place
 from raysgd.storage.masking import mask
 from raysgd.storage.remote import Uri
 from raysgd.train.callbacks import make_callback_list
-from raysgd.train.driver import TrainingIterator
+from raysgd.train.driver import FunctionDriver, TrainingIterator
 from raysgd.train.fit.records import RunRecord, StoredRun
 from raysgd.train.fit.result import Result
-from raysgd.train.job import FunctionJob
+from raysgd.train.job import FunctionJob, FunctionWorkers
 from raysgd.train.rounds import RoundResult
 from raysgd.train.settings import RunConfig
 
@@ -36,25 +36,31 @@ OWNER = ".stored-at"
 
 
 def run_and_store(
-    job: FunctionJob, trainer: str, config: RunConfig, settings: dict[str, bytes], history: History, past: Place | None
+    workers: FunctionWorkers,
+    job: FunctionJob,
+    trainer: str,
+    config: RunConfig,
+    settings: dict[str, bytes],
+    history: History,
+    past: Place | None,
 ) -> Result:
     """Run the function to its end. `settings` are the trainer's, pickled. `past` is where the run
     is that this one resumes."""
     # These first, because invalid callbacks and settings must not leave a directory behind.
-    callbacks, executor = make_callback_list(config.callbacks, history=history), job.make()
+    callbacks, executor = make_callback_list(config.callbacks, history=history), FunctionDriver(workers)
     stored = None if past is None else StoredRun.read(past)
     where, log_dir = _new_place(trainer, config) if past is None else (past, _log_dir(past, resume=True))
-    record, manager = RunRecord(where, log_dir, trainer, job.config, stored), job.manager(where)
+    record, manager = RunRecord(where, log_dir, trainer, job.config, stored), job.make_manager(where)
     if stored is not None:
-        manager.adopt(stored.reported_with())
+        manager.adopt(stored.metrics_by_checkpoint())
     record.begin(settings)
 
     def write(result: RoundResult) -> None:
         record.add(result.rows[0], result.checkpoint_id if result.checkpoint_id >= 0 else None)
 
     try:
-        executor.start()
-        record.started()
+        executor.start(job.hook)
+        record.note_start()
         rounds = TrainingIterator(executor, callbacks, record=write)
         job = replace(job, trial=record.trial())
         values = rounds.run_to_end(job, manager, trainer=trainer, folder=log_dir)
@@ -79,7 +85,7 @@ def _record_failure(record: RunRecord, trainer: str, error: BaseException) -> No
 
 
 def _new_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:
-    """Return where the run is stored, and its directory here: new ones, of no other run."""
+    """Choose where the run is stored, and its directory here: new ones, of no other run."""
     home = Path.home() / RESULTS if config.storage_path is None else place(config.storage_path)
     home = home.absolute() if isinstance(home, Path) else home
     name = config.name or f"{trainer}_{timestamp()}"
@@ -93,7 +99,7 @@ def _new_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:
 
 
 def _log_dir(where: Place, *, resume: bool = False) -> Path:
-    """Return the directory here where callbacks write. For a URI it is a new one, because another
+    """Choose the directory here where callbacks write. For a URI it is a new one, because another
     run may have used the name, or with `resume` that of this run."""
     if not isinstance(where, Uri):
         return where
@@ -109,7 +115,7 @@ def _log_dir(where: Place, *, resume: bool = False) -> Path:
 
 
 def _owner(path: Path) -> str | None:
-    """Return the URI of the run that uses this directory, or None if it is empty."""
+    """The URI of the run that uses this directory, or None if it is empty."""
     if (path / OWNER).is_file():
         return mask(locations.read(path / OWNER).decode())
     return "another run" if any(path.iterdir()) else None

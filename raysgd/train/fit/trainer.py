@@ -7,24 +7,23 @@ import json
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from raysgd.callbacks.history import History
 from raysgd.errors import ConfigError, counted
 from raysgd.ray_data.datasets import DataConfig
-from raysgd.ray_data.splits import make_splits
 from raysgd.storage.locations import place, text_of
 from raysgd.storage.remote import Uri
 from raysgd.train.backends import parse_backend
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.driver import FunctionDriver
 from raysgd.train.fit.records import StoredRun, can_restore
 from raysgd.train.fit.result import Result
 from raysgd.train.fit.run import run_and_store
-from raysgd.train.job import FunctionJob, check_function, function_name
-from raysgd.train.settings import RunConfig, ScalingConfig, rays_own
+from raysgd.train.job import FunctionJob, FunctionWorkers, check_function, function_name
+from raysgd.train.settings import RunConfig, ScalingConfig, rays_own, without_rays_own
+from raysgd.train.splits import make_splits
+from raysgd.training.arguments import check_hook
 from raysgd.workers.serialization import pack
 from raysgd.workers.tracebacks import folding
 
@@ -39,10 +38,12 @@ SETTINGS = (
     "datasets",
     "metadata",
     "resume_from_checkpoint",
+    "initialization_hook",
 )
 TUNABLE = ("train_loop_config", "scaling_config", "datasets", "metadata", "resume_from_checkpoint")
 
 
+@without_rays_own
 class DataParallelTrainer:
     """Runs `train_loop_per_worker` on all workers, and stores what it reports.
 
@@ -65,6 +66,8 @@ class DataParallelTrainer:
     dataset_config          a `DataConfig`: which of them are divided among the workers
     metadata                plain JSON, which is added to the metadata of each checkpoint
     resume_from_checkpoint  what `train.get_checkpoint()` returns at first
+    initialization_hook     a function that each worker calls once when it starts, before it joins
+                            the others: they need not wait for what it imports
 
     It holds only settings: workers exist only during `fit()`. Subclass it to preset the loop or the
     backend.
@@ -84,6 +87,7 @@ class DataParallelTrainer:
         datasets: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Any = None,
+        initialization_hook: Callable[[], Any] | None = None,
     ) -> None:
         self.train_loop_per_worker = train_loop_per_worker
         self.train_loop_config = train_loop_config
@@ -94,6 +98,7 @@ class DataParallelTrainer:
         self.datasets = datasets if datasets is not None else {}
         self.metadata = metadata if metadata is not None else {}
         self.resume_from_checkpoint = resume_from_checkpoint
+        self.initialization_hook = initialization_hook
         self._restored_from: str | None = None
         self._set_up: set[str] = set()  # attributes that setup() creates, which are not stored
         self.history = History()  # the reports of the newest fit() in this process
@@ -101,6 +106,7 @@ class DataParallelTrainer:
 
     def _check(self) -> None:
         check_function(self.train_loop_per_worker, self.train_loop_config)
+        check_hook(self.initialization_hook)
         kinds = {"scaling_config": ScalingConfig, "run_config": RunConfig, "datasets": Mapping, "metadata": Mapping}
         for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):
@@ -129,41 +135,39 @@ class DataParallelTrainer:
         """Run the function to its end. Raise the function's error, or TrainingWorkerError after too
         many worker failures. Checkpoints that were saved before remain, and `restore` resumes from
         the newest one."""
-        packed, before = self._packed(), set(vars(self))
+        packed, before = self._pack_settings(), set(vars(self))
         self.setup()
         self._set_up |= set(vars(self)) - before
         restored = place(self._restored_from) if self._restored_from is not None else None
         self.history = History()
-        return run_and_store(self.job(), type(self).__name__, self.run_config, packed, self.history, restored)
+        return run_and_store(
+            self._workers(), self.job(), type(self).__name__, self.run_config, packed, self.history, restored
+        )
 
     def job(self) -> FunctionJob:
-        """Return the run that `fit()` would start."""
-        scaling = self.scaling_config
-        worker = scaling.worker
+        """The run that `fit()` would start."""
         return FunctionJob(
-            make=partial(
-                FunctionDriver,
-                self.backend_config,
-                scaling.most,
-                worker,
-                self.run_config.max_failures,
-                elastic=scaling.policy(),
-                start_with=scaling.least,
-            ),
             function=self.train_loop_per_worker,
             config=dict(self.train_loop_config or {}),
             checkpoint=self.resume_from_checkpoint,
+            hook=self.initialization_hook,
             checkpoint_config=self.run_config.checkpoint_config,
             metadata=self.metadata,
-            shards=make_splits(self.datasets, self.dataset_config, cpus_per_worker=worker.cpus),
+            shards=make_splits(self.datasets, self.dataset_config, cpus_per_worker=self.scaling_config.worker.cpus),
+        )
+
+    def _workers(self) -> FunctionWorkers:
+        scaling, most = self.scaling_config, self.run_config.max_failures
+        return FunctionWorkers(
+            self.backend_config, scaling.most, scaling.worker, most, scaling.policy(), start_with=scaling.least
         )
 
     # -- in Tune --------------------------------------------------------------------------------------
 
     def as_trainable(self) -> Any:
-        """Return a Tune Trainable class (extra: tune); `tune.Tuner` accepts the trainer itself too.
-        A trial's config holds arguments of the trainer, such as
-        `{"train_loop_config": {"lr": 0.1}}`, which is merged into the loop's config."""
+        """Make a Tune Trainable class (extra: tune); `tune.Tuner` accepts the trainer itself too. A
+        trial's config holds arguments of the trainer, such as `{"train_loop_config": {"lr": 0.1}}`,
+        which is merged into the loop's config."""
         from raysgd.train.trials import as_trainable
 
         return as_trainable(self)
@@ -174,22 +178,22 @@ class DataParallelTrainer:
 
         trainer = self._with(config)
         trainer.setup()
-        perform(trainer.job())
+        perform(trainer._workers(), trainer.job())
 
     def _resources(self, config: dict[str, Any]) -> Any:
-        """Return the resources of a trial. Tune looks for this attribute of functions."""
-        from raysgd.train.trials import placement
+        """The resources of a trial. Tune looks for this attribute of functions."""
+        from raysgd.train.trials import make_placement
 
         scaling = self._with(config).scaling_config
-        return placement(scaling.bundles(), scaling.placement_strategy)
+        return make_placement(scaling.bundles(), scaling.placement_strategy)
 
     @property
     def _name(self) -> str:
-        """Return the name that Tune gives the trials."""
+        """The name that Tune gives the trials."""
         return type(self).__name__
 
     def _with(self, config: Mapping[str, Any]) -> DataParallelTrainer:
-        """Return a copy with the arguments of a trial's config."""
+        """Make a copy with the arguments of a trial's config."""
         unknown = sorted(set(config) - set(TUNABLE))
         if unknown:
             raise ConfigError(
@@ -208,7 +212,7 @@ class DataParallelTrainer:
     # -- data -----------------------------------------------------------------------------------------
 
     def get_dataset_config(self) -> Any:
-        """Return a copy of `dataset_config`, by default a `DataConfig()`."""
+        """A copy of `dataset_config`, by default a `DataConfig()`."""
         return copy.deepcopy(DataConfig() if self.dataset_config is None else self.dataset_config)
 
     def preprocess_datasets(self) -> None:
@@ -224,7 +228,7 @@ class DataParallelTrainer:
 
     @staticmethod
     def can_restore(path: str | Path | Uri) -> bool:
-        """Return whether there is a run of `fit()` at `path` that can be resumed."""
+        """Whether there is a run of `fit()` at `path` that can be resumed."""
         return can_restore(place(path))
 
     @classmethod
@@ -235,7 +239,7 @@ class DataParallelTrainer:
         train_loop_config: Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> T:
-        """Return the trainer of the run at `path`, which was interrupted or failed. Its `fit()`
+        """Restore the trainer of the run at `path`, which was interrupted or failed. Its `fit()`
         resumes from the newest stored checkpoint, in the same directory. Every argument can be
         overridden, `train_loop_per_worker` and `train_loop_config` too. Datasets must be passed
         again, and callbacks are not restored. The settings are pickled, so restore only runs that
@@ -248,9 +252,7 @@ class DataParallelTrainer:
         unknown = sorted(set(overrides) - set(SETTINGS))
         if unknown:
             raise ConfigError(f"restore() has no argument {unknown[0]!r}; it takes {', '.join(SETTINGS)}")
-        names = [
-            name for name in _unpickled(past.settings["datasets"]) if name not in (overrides.get("datasets") or {})
-        ]
+        names = [name for name in _unpickle(past.settings["datasets"]) if name not in (overrides.get("datasets") or {})]
         if names:
             raise ConfigError(
                 f"the run at {place(path)} used datasets, which are not stored: pass datasets= with {names}"
@@ -259,28 +261,28 @@ class DataParallelTrainer:
         trainer.datasets, trainer.history, trainer._set_up = {}, History(), set()
         for name, data in past.settings.items():
             if name not in overrides and name != "datasets":
-                setattr(trainer, name, _unpickled(data))
+                setattr(trainer, name, _unpickle(data))
         for name, value in overrides.items():
             setattr(trainer, name, value)
         if isinstance(overrides.get("run_config"), RunConfig):
-            trainer.run_config = overrides["run_config"].completed(_unpickled(past.settings["run_config"]))
+            trainer.run_config = overrides["run_config"].completed(_unpickle(past.settings["run_config"]))
         trainer.backend_config = parse_backend(trainer.backend_config)
         trainer._restored_from = text_of(place(path))
         trainer._check()
         return trainer
 
-    def _packed(self) -> dict[str, bytes]:
+    def _pack_settings(self) -> dict[str, bytes]:
         """Pickle each attribute, but not those of setup(). Of datasets, store only the names."""
         changed = {"datasets": list(self.datasets), "run_config": self.run_config.to_store()}
         left_out = {"history", "_set_up", "_restored_from", *self._set_up}
-        return {name: _pickled(value) for name, value in {**vars(self), **changed}.items() if name not in left_out}
+        return {name: _pickle(value) for name, value in {**vars(self), **changed}.items() if name not in left_out}
 
 
-def _pickled(value: Any) -> bytes:
+def _pickle(value: Any) -> bytes:
     packed = pack((value,))
     assert packed is not None
     return bytes(packed.data)
 
 
-def _unpickled(data: bytes) -> Any:
+def _unpickle(data: bytes) -> Any:
     return pickle.loads(data)[0]

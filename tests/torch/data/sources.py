@@ -1,12 +1,25 @@
 """Reads the data of a loop as a rank does: the batches of a source, in this process."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch.distributed as dist
 
 from raysgd.core.ranks import RankInfo
 from raysgd.torch.data.sources import LiveSource, PlannedSource
 
-__all__ = ["LiveSource", "PlannedSource", "begin", "drawn", "epoch_of", "loader_of"]
+__all__ = ["LiveSource", "PlannedSource", "alone", "begin", "drawn", "epoch_of", "loader_of"]
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Have a process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def begin(source: Any, epoch: int = 0, *, ranks: int = 1, shared: bool = False) -> Any:

@@ -132,8 +132,8 @@ def test_a_sampler_of_more_rows_than_there_are_is_an_error(pinned: list[torch.Te
 
 def test_a_batch_is_a_copy_and_what_is_not_an_index_is_passed_to_the_data_set() -> None:
     dataset = TensorDataset(torch.arange(6.0))
-    (batch,) = Gathered(dataset).__getitems__([1, 2])
+    ((batch,),) = Gathered(dataset, [[1, 2]])
     batch.zero_()
     assert dataset.tensors[0].tolist() == [0, 1, 2, 3, 4, 5]
-    (batch,) = Gathered(dataset).__getitems__([slice(0, 2), slice(3, 5)])
+    ((batch,),) = Gathered(dataset, [[slice(0, 2), slice(3, 5)]])
     assert batch.tolist() == [[0, 1], [3, 4]]

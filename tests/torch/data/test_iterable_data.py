@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from tests.torch.data.sources import LiveSource, begin, drawn, epoch_of
+from raysgd.torch.data.iterable import RankShard
+from raysgd.torch.foreign import worker_info, worker_info_seen_as
+from tests.torch.data.sources import LiveSource, alone, begin, drawn, epoch_of
 
 
 class Stream(IterableDataset[int]):
@@ -123,3 +126,37 @@ def test_each_epoch_restarts_a_generator_function_but_not_an_iterator() -> None:
     once = LiveSource(iter([1, 2]), shard=False, together=False)
     for expected in ([1, 2], []):
         assert [each.batch for each in epoch_of(once)] == expected
+
+
+class ByRank(IterableDataset[int]):
+    """Divides itself by torch.distributed's rank, by worker info, or by both."""
+
+    def __init__(self, *by: str) -> None:
+        self.by = by
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info() if "info" in self.by else None
+        number, processes = (info.id, info.num_workers) if info is not None else (0, 1)
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if "rank" in self.by else (0, 1)
+        yield from range(rank * processes + number, 16, ranks * processes)
+
+
+@pytest.mark.parametrize(("by", "lines"), [(("rank", "info"), 1), (("rank",), 0), (("info",), 0)])
+def test_a_stream_that_divides_itself_by_rank_and_by_worker_info_is_named_once(
+    by: tuple[str, ...], lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for rank in (0, 1):
+        source = LiveSource(DataLoader(ByRank(*by), batch_size=2), shard=True, together=False)
+        with alone():
+            for epoch in (0, 1):
+                epoch_of(source, rank, 2, epoch=epoch)
+    assert ["ByRank divides itself by worker info" in each for each in caplog.messages] == [True] * lines
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_the_first_loader_process_names_it(process: int, caplog: pytest.LogCaptureFixture) -> None:
+    own = worker_info(id=process, num_workers=2, seed=0, dataset=None)
+    shard = RankShard(ByRank("rank", "info"), 0, 2, warns=True)
+    with alone(), worker_info_seen_as(own):
+        assert list(shard) == list(range(process, 16, 4))
+    assert len(caplog.messages) == (process == 0)

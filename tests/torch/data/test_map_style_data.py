@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -24,7 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from raysgd import ConfigError
 from raysgd.torch.data import loading
-from tests.torch.data.sources import PlannedSource, begin, drawn, epoch_of, loader_of
+from tests.torch.data.sources import PlannedSource, alone, begin, drawn, epoch_of, loader_of
 from tests.torch.small import Numbers, flat
 
 Loaders = Callable[[], DataLoader[Any]]
@@ -278,3 +279,21 @@ def test_the_position_in_an_epoch_is_kept_between_calls_and_restored_in_a_copy()
     elsewhere.order = copy.deepcopy(source.order)
     rest = list(drawn(elsewhere, first[-1].offset))
     assert batches(first + rest) == plain_epoch(make)
+
+
+class PartOfRank(Evens):
+    """Draws the part of one rank, as a script for DistributedDataParallel may."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(dist.get_rank(), self.count, dist.get_world_size()))
+
+
+@pytest.mark.parametrize(("sampler", "lines"), [(PartOfRank, 1), (Evens, 0)])
+def test_a_sampler_that_asks_for_the_rank_is_named_once(
+    sampler: type[Evens], lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = PlannedSource(DataLoader(Numbers(8), batch_size=2, sampler=sampler(8)), pad=True)
+    with alone():
+        for epoch in (0, 1):
+            begin(source, epoch, ranks=2, shared=True)
+    assert [f"the sampler {sampler.__name__} asks" in each for each in caplog.messages] == [True] * lines

@@ -40,7 +40,7 @@ def said(
     **settings: Any,
 ) -> list[str]:
     """Return the warnings when ranks begin with these loaders, one after the other."""
-    given = {"num_workers": 2, "distributed": True, "wrap_ddp": False, **settings}
+    given = {"num_workers": 2, "alone": False, "wrap_ddp": False, **settings}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter(filtered)  # type: ignore[arg-type]
         for loader in loaders:
@@ -61,7 +61,7 @@ def test_loaders_with_an_order_of_their_own_are_not_warned_about() -> None:
 
 
 def test_only_rank_0_warns_and_only_where_raysgd_shuffled() -> None:
-    here: list[dict[str, Any]] = [{"training": False}, {"rank": 1}, {"distributed": False, "num_workers": 1}]
+    here: list[dict[str, Any]] = [{"training": False}, {"rank": 1}, {"num_workers": 1}]
     for given in (*here, {"add_dist_sampler": False}):
         assert said(DataLoader(DATA, batch_size=4), **given) == []
 
@@ -74,8 +74,8 @@ def test_single_rows_for_batchnorm_are_named_before_the_first_step() -> None:
     """12 rows on two workers: with 4 each, the last step has 4 rows, and with 5 each 2, one for each rank."""
     bad, good = DataLoader(DATA, batch_size=5, shuffle=True), DataLoader(DATA, batch_size=4, shuffle=True)
     (text,) = said(bad, kind=Normed)
-    assert "has 2 of 12 rows for 2 workers" in text and "drop_last=True" in text
-    (text,) = said(DataLoader(DATA, batch_size=11, shuffle=True), kind=Normed, distributed=False, num_workers=1)
-    assert "1 of 12 rows for 1 worker" in text
+    assert "has 2 of 12 rows for 2 parts" in text and "drop_last=True" in text
+    (text,) = said(DataLoader(DATA, batch_size=11, shuffle=True), kind=Normed, num_workers=1)
+    assert "1 of 12 rows for 1 part" in text
     assert said(good, DataLoader(DATA, batch_size=5, shuffle=True, drop_last=True), kind=Normed) == []
     assert said(bad) == said(bad, kind=Normed, training=False) == []

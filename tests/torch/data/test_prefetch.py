@@ -70,7 +70,7 @@ def test_copies_run_on_their_own_stream_and_only_the_stream_waits(streams: Strea
     carrier = CudaCarrier(CPU, streams=streams)
     carrier._moves = True
     sent = carrier.send((torch.ones(2), {"y": [torch.zeros(1)]}, Own(), "text"))
-    assert streams.events == ["pin", "pin", "beside", "copied", "back"]
+    assert streams.events == ["beside", "pin", "pin", "copied", "back"]
     batch = carrier.arrived(sent)
     assert streams.events[5:] == ["wait", "claim", "claim"]
     assert torch.equal(batch[0], torch.ones(2)) and batch[2:] == ("on cpu", "text")

@@ -159,7 +159,7 @@ def test_a_resume_with_another_division_is_an_error(tmp_path: Path) -> None:
 
 
 def test_ranks_report_what_the_driver_compares() -> None:
-    rank = torch_rank(Split, {"split": 1}, ranks=2, distributed=True, wrap_ddp=False)
+    rank = torch_rank(Split, {"split": 1}, ranks=2, alone=False, wrap_ddp=False)
     rank.validate()
     assert rank.reports[-1][1].rows["validation_loader"].startswith("4 rows with the indices ")
     alone = torch_rank(Split, {"split": 1})

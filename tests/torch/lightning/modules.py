@@ -98,45 +98,6 @@ class Lbfgs(Net):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
-class Adversaries(LightningModule):
-    """Uses manual optimization with two optimizers, toggled parameters and a scheduler. One layer is never used."""
-
-    def __init__(self, batch_size: int = 16, count: int = ROWS) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        torch.manual_seed(5)
-        self.automatic_optimization = False
-        self.maker, self.judge, self.unused = nn.Linear(6, 6), nn.Linear(6, 1), nn.Linear(3, 3)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        x, _ = batch
-        to_make, to_judge = self.optimizers()
-        softplus = nn.functional.softplus
-        self.toggle_optimizer(to_judge)
-        made = self.maker(x).detach()
-        loss = softplus(-self.judge(x)).mean() + softplus(self.judge(made)).mean()
-        to_judge.zero_grad()
-        self.manual_backward(loss)
-        self.clip_gradients(to_judge, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-        to_judge.step()
-        self.untoggle_optimizer(to_judge)
-        with to_make.toggle_model():
-            make_loss = softplus(-self.judge(self.maker(x))).mean()
-            to_make.zero_grad()
-            self.manual_backward(make_loss)
-            to_make.step()
-        self.lr_schedulers().step()
-        self.log_dict({"judge_loss": loss, "make_loss": make_loss})
-
-    def configure_optimizers(self) -> Any:
-        makers = [*self.maker.parameters(), *self.unused.parameters()]
-        to_make, to_judge = (torch.optim.Adam(makers, lr=0.01), torch.optim.SGD(self.judge.parameters(), lr=0.05))
-        return [to_make, to_judge], [torch.optim.lr_scheduler.ExponentialLR(to_make, 0.99)]
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(rows(self.hparams.count, seed=0), batch_size=self.hparams.batch_size)
-
-
 class Spread(Plateau):
     """For several workers: prepares data, logs a metric, records its epochs, and fails once at step `fault_at`."""
 

@@ -10,7 +10,7 @@ lightning = pytest.importorskip("lightning", reason="needs Lightning: pip instal
 from raysgd import TorchTrainer, TrainingOperator, TrainingOptions  # noqa: E402
 from raysgd.errors import ConfigError  # noqa: E402
 from tests.replicas import operator_alone  # noqa: E402
-from tests.torch.lightning.modules import Adversaries, Net, Plateau, rows  # noqa: E402
+from tests.torch.lightning.modules import Net, Plateau, rows  # noqa: E402
 
 
 def trainer_of(module_cls):
@@ -87,14 +87,19 @@ def test_validation_needs_its_step():
 
 
 @pytest.mark.parametrize(
-    ("module_cls", "options", "message"),
+    ("options", "message"),
     [
-        (Net, {"accumulate": 2}, "from_ptl='Net' and accumulate=2 cannot be combined"),
-        (Net, {"parallel": "fsdp"}, "parallel='fsdp' cannot be combined"),
-        (Net, {"clip_norm": 1.0, "clip_value": 1.0}, "clip_norm=1.0 and clip_value=1.0 cannot be combined"),
-        (Adversaries, {"clip_norm": 1.0}, "clip_norm=1.0 and automatic_optimization=False cannot be combined"),
+        ({"accumulate": 2}, "from_ptl='Net' and accumulate=2 cannot be combined"),
+        ({"parallel": "fsdp"}, "parallel='fsdp' cannot be combined"),
+        ({"clip_norm": 1.0, "clip_value": 1.0}, "clip_norm=1.0 and clip_value=1.0 cannot be combined"),
     ],
 )
-def test_refused_keywords(module_cls, options, message):
+def test_refused_keywords(options, message):
     with pytest.raises(ConfigError, match=message):
-        operator_alone(TrainingOperator.from_ptl(module_cls), options=TrainingOptions(**options))
+        operator_alone(TrainingOperator.from_ptl(Net), options=TrainingOptions(**options))
+
+
+def test_manual_optimization():
+    by_hand = type("ByHand", (Net,), {"automatic_optimization": False})
+    with pytest.raises(ConfigError, match=r"ByHand.automatic_optimization is False.*use Lightning's Trainer"):
+        trainer_of(by_hand)

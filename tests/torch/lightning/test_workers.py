@@ -17,20 +17,19 @@ pytestmark = [pytest.mark.more, pytest.mark.slow]
 EPOCHS, ROWS = 3, 192  # twelve full global batches of 16, so that all ranks' parts are equal
 
 
-def trainer_of(name: str, workers: int, config: dict[str, Any], **options: Any) -> TorchTrainer:
+def trainer_of(workers: int, config: dict[str, Any], **options: Any) -> TorchTrainer:
     """The global batch is 16 on any number of workers."""
-    operator_cls = TrainingOperator.from_ptl(getattr(modules, name))
+    operator_cls = TrainingOperator.from_ptl(modules.Spread)
     config = {"count": ROWS, "batch_size": 16 // workers, **config}
     elastic = ElasticConfig(**options)
     return TorchTrainer(training_operator_cls=operator_cls, num_workers=workers, config=config, elastic=elastic)
 
 
-def alone(name: str, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    with trainer_of(name, 1, config) as trainer:
+def alone(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    with trainer_of(1, config) as trainer:
         for _ in range(EPOCHS):
             trainer.train()
-            if name == "Spread":
-                trainer.validate()
+            trainer.validate()
         return dict(trainer.get_model().state_dict())
 
 
@@ -44,31 +43,24 @@ def assert_all_equal(trainer: TorchTrainer, expected: dict[str, torch.Tensor]) -
             torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_manual_optimization_averages_every_backward_pass(ray_cluster: None) -> None:
-    with trainer_of("Adversaries", 2, {}) as trainer:
-        for _ in range(EPOCHS):
-            assert trainer.train()["num_samples"] == ROWS
-        assert_all_equal(trainer, alone("Adversaries", {}))
-
-
 def test_two_workers_give_the_result_of_one(ray_cluster: None, tmp_path: Path) -> None:
     """This includes the plateau scheduler: its value is the mean over all workers, even if one has no validation batch."""
     config = {"folder": str(tmp_path), "val_count": 5}
-    with trainer_of("Spread", 2, config) as trainer:
+    with trainer_of(2, config) as trainer:
         assert (tmp_path / "prepared").read_text() == "0\n"
         for _ in range(EPOCHS):
             assert trainer.train()["num_samples"] == ROWS
             validated = trainer.validate()
         assert validated["seen"] == validated["num_samples"] == 5
         rates = trainer.apply_all_operators(lambda operator: operator.module.optimizers().param_groups[0]["lr"])
-        assert_all_equal(trainer, alone("Spread", config))
+        assert_all_equal(trainer, alone(config))
     assert rates[0] == rates[1] < 0.1
 
 
 @pytest.mark.elastic
 def test_after_a_worker_failure_ranks_are_equal_and_hooks_are_called(ray_cluster: None, tmp_path: Path) -> None:
     config = {"folder": str(tmp_path), "fault_at": 17}
-    with trainer_of("Spread", 2, config, grow="epoch") as trainer:
+    with trainer_of(2, config, grow="epoch") as trainer:
         for epoch in range(EPOCHS):
             result = trainer.train()
             assert (result["epoch"], result["num_samples"]) == (epoch + 1, ROWS)

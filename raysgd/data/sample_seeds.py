@@ -62,8 +62,8 @@ class SampleSeeds(Dataset[Any]):
 
 @contextmanager
 def seeded_for(seed: int, epoch: int, index: Any) -> Iterator[None]:
-    """Return a context in which the CPU generators are seeded for one sample of one epoch. `index`
-    is a number, or a key with a `repr` of its own."""
+    """A context in which the CPU generators are seeded for one sample of one epoch. `index` is a
+    number, or a key with a `repr` of its own."""
     with suppress(TypeError):
         index = operator.index(index)  # of NumPy and torch, too
     number = derived_seed(seed, "sample", epoch, index)

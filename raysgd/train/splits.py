@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raysgd.errors import counted
 from raysgd.ray_data.datasets import DataConfig, named_datasets, parse_data_config
 from raysgd.workers import cluster
+from raysgd.workers.dealers import no_room_for_data
 from raysgd.workers.foreign import split_coordinator
-
-logger = logging.getLogger("raysgd")
 
 
 class DatasetSplits:
@@ -28,7 +24,7 @@ class DatasetSplits:
         self._warned = False
 
     def __call__(self, world_size: int, nodes: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """Return the data sets of each rank by name. `nodes` are the nodes of the ranks."""
+        """Make the data sets of each rank by name. `nodes` are the nodes of the ranks."""
         self.close()
         if not self._warned and all(type(each).__name__ != "MaterializedDataset" for each in self._datasets.values()):
             self._warned = no_room_for_data(nodes, self._cpus, ", ".join(self._datasets))
@@ -64,27 +60,9 @@ class DatasetSplits:
 
 
 def make_splits(datasets: Any, config: Any = None, *, cpus_per_worker: float = 1) -> DatasetSplits | None:
-    """Return what splits the datasets for each attempt of a run, or None without datasets.
-    `datasets` is a Ray Dataset, or a dict of them by name."""
+    """Make what splits the datasets for each attempt of a run, or None without datasets. `datasets`
+    is a Ray Dataset, or a dict of them by name."""
     named = named_datasets(datasets)
     if not named:
         return None
     return DatasetSplits(named, parse_data_config(config, list(named)), cpus_per_worker=cpus_per_worker)
-
-
-def no_room_for_data(nodes: Sequence[str], cpus_per_worker: float, names: str) -> bool:
-    """Warn if these workers leave no CPU for the tasks that read the data. Return whether."""
-    held = Counter(nodes)
-    total = {node: float(resources.get("CPU", 0)) for node, resources in cluster.alive_nodes().items()}
-    if not nodes or any(total[node] - cpus_per_worker * held[node] >= 1 for node in total):
-        return False
-    logger.warning(
-        "no CPU is left to read the data (%s): nearly all of the cluster's %g are held by %s with %g CPU each. Ray "
-        "Data's tasks wait until one is free, and training waits for them. Use fewer workers or smaller ones "
-        "(resources_per_worker={'CPU': 0.5}), add nodes, or start Ray with more logical CPUs: ray.init(num_cpus=...)",
-        names,
-        sum(total.values()),
-        counted(len(nodes), "worker"),
-        cpus_per_worker,
-    )
-    return True

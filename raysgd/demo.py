@@ -1,23 +1,27 @@
-"""Quickstart: a class says what is trained, two workers train it, and one of them dies without stopping it.
+"""Two workers train a class, and one of them is killed without stopping it. Torch.
 
-The data are scikit-learn's handwritten digits, which come with that package. After the last ordinary epoch,
-one more begins, and in the middle of it one worker process is killed, as by `kill -9`. The other goes
-on where it is, the epoch still uses every sample once, and a new worker joins when it is ready.
+The data are scikit-learn's handwritten digits, which come with that package. After the last
+ordinary epoch, one more begins, and in the middle of it one worker process is killed, as by
+`kill -9`. The other continues with the next batch, the epoch still uses every sample once, and a
+new worker joins when it is ready.
 
-    python examples/quickstart.py
-    python examples/quickstart.py --no-kill --num-workers 4
+    python -m raysgd.demo
+    python -m raysgd.demo --no-kill --num-workers 4
 """
+
+from __future__ import annotations
 
 import argparse
 import os
 import signal
+from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import TorchTrainer, TrainingOperator
+from raysgd import TorchTrainer
+from raysgd.torch import TrainingOperator
 
 KILL_AT_BATCH = 10
 
@@ -25,7 +29,7 @@ KILL_AT_BATCH = 10
 class Digits(TrainingOperator):
     """All that training needs: a model, an optimizer, a loss and data."""
 
-    def setup(self, config):
+    def setup(self, config: dict[str, Any]) -> None:
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
         optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
         self.model, self.optimizer, self.criterion = self.register(
@@ -39,16 +43,21 @@ class Digits(TrainingOperator):
 
 
 class MortalDigits(Digits):
-    """For the demonstration only: the worker that is named as victim kills itself in the middle of an epoch."""
+    """For the demonstration only: the worker that is named as victim kills itself in the middle of
+    an epoch."""
 
-    def train_batch(self, batch, batch_info):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         if batch_info.get("victim") == os.getpid() and batch_info["batch_idx"] == KILL_AT_BATCH:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().train_batch(batch, batch_info)
 
 
-def digits():
-    """Training and validation data; every fifth digit is held out."""
+def digits() -> tuple[TensorDataset, TensorDataset]:
+    """Load training and validation data. Every fifth digit is held out."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise SystemExit("The demo needs scikit-learn, which has the digits: pip install scikit-learn") from error
     source = load_digits()
     pixels = torch.tensor(source.data, dtype=torch.float32) / 16
     labels = torch.tensor(source.target)
@@ -57,7 +66,7 @@ def digits():
     return train_data, TensorDataset(pixels[held_out], labels[held_out])
 
 
-def print_row(train, val):
+def print_row(train: dict[str, Any], val: dict[str, Any]) -> None:
     print(
         f"{train['epoch']:>5.0f}  {train['num_samples']:>7}  {train['train_loss']:>10.4f}"
         f"  {val['val_loss']:>8.4f}  {val['val_accuracy']:>12.1%}",
@@ -65,7 +74,7 @@ def print_row(train, val):
     )
 
 
-def train_while_one_dies(trainer):
+def train_while_one_dies(trainer: TorchTrainer, samples: int) -> None:
     before = trainer.apply_all_workers(os.getpid)
     victim = before[-1]
     print(
@@ -82,22 +91,24 @@ def train_while_one_dies(trainer):
             f"{recovery.world_size_before} -> {recovery.world_size_after} workers, "
             f"{recovery.seconds:.2f} s"
         )
-    print(f"samples in that epoch: {train['num_samples']} of {len(digits()[0])}")
+    print(f"samples in that epoch: {train['num_samples']} of {samples}")
     print(f"workers now: {trainer.apply_all_workers(os.getpid)}")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m raysgd.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--no-kill", action="store_true", help="leave every worker alive")
     parser.add_argument("--smoke", action="store_true", help="fewer epochs")
     args = parser.parse_args()
+    samples = len(digits()[0])
 
     with TorchTrainer(
         training_operator_cls=MortalDigits,
         num_workers=args.num_workers,
         config={"lr": 0.05, "batch_size": 32},
+        seed=1,
         use_tqdm=True,
     ) as trainer:
         print("epoch  samples  train_loss  val_loss  val_accuracy", flush=True)
@@ -106,7 +117,7 @@ def main():
         if args.num_workers < 2 and not args.no_kill:
             print("With one worker, none would be left to continue, so none is killed.")
         elif not args.no_kill:
-            train_while_one_dies(trainer)
+            train_while_one_dies(trainer, samples)
 
 
 if __name__ == "__main__":

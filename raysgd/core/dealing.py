@@ -1,0 +1,77 @@
+"""Deal the parts of a batch to the ranks: equally, by weights or by speed. Pure. Both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+EVERY = 50  # steps, at least, from one change of the deal to the next
+GAIN = 0.9  # a change makes a step this much of what it was, or less
+REMEMBERED = 10_000  # steps: each change in them doubles the wait for the next one
+MOST_DOUBLED = 7
+
+
+def dealt(parts: int, seconds: Sequence[float]) -> tuple[int, ...]:
+    """Return how many parts each rank computes, one at least, to be done together as early as
+    possible. A part takes each rank so many `seconds`; the first of equal ranks has more.
+
+    >>> dealt(8, [0.1, 0.2])
+    (6, 2)
+    """
+    deal = [1] * len(seconds)
+    for _ in range(parts - len(deal)):
+        ends = [(count + 1) * each for count, each in zip(deal, seconds, strict=True)]
+        deal[ends.index(min(ends))] += 1
+    return tuple(deal)
+
+
+def longest(deal: Sequence[int], seconds: Sequence[float]) -> float:
+    """Return when the last rank has computed its parts."""
+    return max(count * each for count, each in zip(deal, seconds, strict=True))
+
+
+def assigned(held: Sequence[float | None], weights: Sequence[float]) -> list[float]:
+    """Return each rank's weight: the one that it holds, or the next of those that no rank holds."""
+    free = list(weights)
+    for each in held:
+        if each is not None:
+            free.remove(each)
+    return [free.pop(0) if each is None else each for each in held]
+
+
+class BySpeed:
+    """Owns the deal of one generation, and decides when another one is better. All ranks have equal
+    ones, because they call it with the same numbers after the same steps.
+
+    A rank that is slow for some time only must not change the deal again and again: each change
+    doubles the number of steps to the next one, over which ranks measure, until it is forgotten.
+    """
+
+    def __init__(self, parts: int, seconds: Sequence[float | None]) -> None:
+        """Begin with the seconds that a part has taken each rank, None or 0 if that is not
+        known."""
+        usual = median([each for each in seconds if each] or [1.0])
+        self._parts, self.deal = parts, dealt(parts, [each or usual for each in seconds])
+        self._step = 0
+        self._changes: list[int] = []
+
+    @property
+    def window(self) -> int:
+        """Return over how many of the newest steps ranks measure their seconds."""
+        return EVERY << min(len(self._changes), MOST_DOUBLED)
+
+    def due(self) -> bool:
+        """Note a step. Return whether `change` follows it."""
+        self._step += 1
+        self._changes = [each for each in self._changes if self._step - each < REMEMBERED]
+        waited = self._step - (self._changes[-1] if self._changes else 0)
+        return len(self.deal) > 1 and waited >= self.window and waited % EVERY == 0
+
+    def change(self, seconds: Sequence[float]) -> bool:
+        """Change the deal if that makes a step clearly shorter. Return whether it is another."""
+        better = dealt(self._parts, seconds)
+        if not all(seconds) or longest(better, seconds) > GAIN * longest(self.deal, seconds):
+            return False
+        self.deal = better
+        self._changes.append(self._step)
+        return True

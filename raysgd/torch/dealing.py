@@ -1,0 +1,150 @@
+"""`ElasticConfig(shares=...)`: how many parts of a batch each rank computes. Worker."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from raysgd.core.dealing import EVERY, MOST_DOUBLED, BySpeed, assigned, dealt
+from raysgd.core.ranks import RankInfo
+from raysgd.torch.data.sources import PlannedSource
+from raysgd.torch.foreign import run_after_backward
+from raysgd.torch.settings import TorchSettings
+from raysgd.torch.skipped_steps import gathered_objects, summed
+from raysgd.training.feed import Feed
+from raysgd.training.step import Step
+from raysgd.training.step_policy import Policy
+
+logger = logging.getLogger("raysgd")
+
+DEALT = "the %d parts of a batch are dealt to ranks by their speed: %s. A part takes them %s s"
+
+
+class OwnSeconds:
+    """How long this rank takes for a part, from its data to the end of its backward pass, without
+    the exchange of gradients, in which it waits for others. On a GPU, these are times of the
+    device, which are read when it has got so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._began: Any = None
+        self._computed: Any = None
+        self._waits: list[tuple[Any, Any]] = []
+        self._open: deque[tuple[list[tuple[Any, Any]], int]] = deque()
+        self._seconds: deque[float] = deque(maxlen=EVERY << MOST_DOUBLED)
+
+    def begin(self) -> None:
+        """Note that this rank begins with a part. A step begins where the one before it has
+        ended."""
+        if self._began is None:
+            self._began = self._now()
+
+    def computed(self) -> None:
+        """Note that a backward pass has ended, whose gradients have not been exchanged."""
+        self._computed = self._now()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Return a context in which this rank may wait for others within a part."""
+        began = self._now()
+        yield
+        self._waits.append((began, self._now()))
+
+    def end(self, parts: int) -> None:
+        """Note the end of a step, of so many parts on this rank; of 0, if it does not count."""
+        if parts and self._began is not None and self._computed is not None:
+            self._open.append(([(self._began, self._computed), *self._waits], parts))
+        self._began, self._computed, self._waits = self._now() if parts else None, None, []
+        while self._open and (not self._on_gpu or self._open[0][0][0][1].query()):
+            (own, *waits), count = self._open.popleft()
+            self._seconds.append((self._between(*own) - sum(self._between(*each) for each in waits)) / count)
+
+    def of_part(self, window: int) -> float:
+        """Return the median over the newest steps, 0 if there were none."""
+        return median(list(self._seconds)[-window:] or [0.0])
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, began: Any, ended: Any) -> float:
+        return float(began.elapsed_time(ended) / 1000 if self._on_gpu else ended - began)
+
+
+class Dealer(Policy):
+    """Deals the parts of a batch to the ranks, when a generation begins, and by speed also after
+    some steps. All ranks are together then, and compute the same deal from what they have gathered,
+    so it is part of no state. The numbers of a run do not depend on it.
+
+    A worker keeps its weight; a new one gets the next weight that no worker has.
+    """
+
+    def __init__(self, settings: TorchSettings, internals: Any, device: torch.device) -> None:
+        self._shares, self._count = settings.elastic.shares, settings.all_parts
+        self._keep, self._states, self._calls = internals.keep_batch, internals.part_states, internals.parts.calls
+        self._device, self.seconds = device, OwnSeconds(device)
+        if self._shares == "speed":
+            internals.weigh.waiting = self.seconds.waiting
+        self._weight: float | None = None
+        self._feed: Feed | None = None
+        if self._shares != "equal" and not internals.rank_info.solo:  # no rank of a first generation has anything
+            self._deal(internals.rank_info, [None] * internals.rank_info.world_size)
+
+    def joined(self, rank_info: RankInfo) -> None:
+        """Deal with the other ranks of a new generation."""
+        if self._shares != "equal" and not rank_info.solo:
+            own = self.seconds.of_part(EVERY) if self._shares == "speed" else self._weight
+            self._deal(rank_info, gathered_objects(own, self._calls.control))
+
+    def _deal(self, rank_info: RankInfo, held: list[float | None]) -> None:
+        """Deal, with what each rank has from earlier generations."""
+        self._rank = rank_info
+        if isinstance(self._shares, str):
+            self._policy = BySpeed(self._count, held)
+            self._keep.deal = self._policy.deal
+        else:
+            weights = assigned(held, [float(each) for each in self._shares])
+            self._weight = weights[rank_info.world_rank]
+            self._keep.deal = dealt(self._count, [1 / each for each in weights])
+
+    # -- by speed -------------------------------------------------------------------------------------
+
+    def on_epoch(self, feed: Feed) -> None:
+        self._feed = feed if isinstance(feed.source, PlannedSource) else None  # not one of a call's own data set
+
+    def begin(self, step: Step) -> None:
+        self.seconds.begin()
+
+    def weighted(self, step: Step, loss: Any) -> Any:
+        if loss.requires_grad:
+            loss.register_hook(lambda _: run_after_backward(self.seconds.computed))  # before DDP waits in the same way
+        return loss
+
+    def on_step(self, step: Step) -> None:
+        counts = step.outcome != "undone" and not step.failed
+        self.seconds.end(len(step.drawn) if counts else 0)
+        if not counts or self._feed is None or not self._policy.due():
+            return
+        own = self.seconds.of_part(self._policy.window)
+        mine = [own if rank == self._rank.world_rank else 0.0 for rank in range(self._rank.world_size)]
+        every = summed(mine, self._device, self._calls.control)
+        if self._policy.change(every):
+            self._states.share()  # a rank may get a part whose state another one has
+            self._keep.deal = self._policy.deal
+            self._feed.reopen()
+            if self._rank.world_rank == 0:
+                logger.warning(DEALT, self._count, self._policy.deal, ", ".join(f"{each:.3g}" for each in every))
+
+    def rest(self) -> None:
+        self.seconds.end(0)
+        self._feed = None

@@ -1,0 +1,124 @@
+"""What a call of an operator for PyTorch returns on one rank, and what it has measured so far.
+Worker."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from raysgd.constants import NUM_SAMPLES
+from raysgd.core.metrics import SECONDS, SKIPPED, Measured
+from raysgd.torch.foreign import content_version
+from raysgd.torch.internals import TorchInternals
+from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.registered_rows import RegisteredRows
+from raysgd.training.phases import Phase
+from raysgd.training.results import Results
+
+logger = logging.getLogger("raysgd")
+
+PARTIAL_S = 10.0
+NOT_FINITE = (
+    "%s is %s in epoch %d, after %d batches of the call: the loss of a batch was not finite, and the weights may not be either. Pass "
+    "TrainingOptions(on_nonfinite='raise') to end training at the first step whose gradients are not finite, and to see its samples, or "
+    "'skip' to leave out such steps"
+)
+
+
+class TorchResults(Results):
+    """Adds what only torch needs: registered metrics, skipped steps, and numbers on a GPU, which
+    are read only from time to time."""
+
+    how_to_step = "call self.backward(loss), and then self.step(optimizer) or optimizer.step()"
+
+    _internals: TorchInternals
+
+    def __init__(
+        self,
+        operator: TrainingOperator,
+        internals: TorchInternals,
+        sources: Mapping[str, Any],
+        rows: RegisteredRows,
+    ) -> None:
+        super().__init__(operator, internals)
+        self._sources, self._rows = sources, rows
+        self._phase: Phase = "train"  # the running call's
+        self._partial_at = 0.0
+        self._partial: Measured | None = None
+        self._warns_of_loss = False  # in it, if it is not finite
+
+    def begin(self, phase: Phase, *, profile: bool, new_call: bool) -> None:
+        super().begin(phase, profile=profile, new_call=new_call)
+        internals = self._internals
+        if new_call:  # registered metrics continue after a change of the group
+            internals.parts.begin_measuring(self._metric_of(phase))
+        internals.parts.precision.forget_skipped()
+        internals.leave_out.skipped = 0
+        self._phase = phase
+        if new_call:
+            internals.parts.refuse_changed(replaceable=internals.settings.threads is not None)
+            self._operator._warn_of_replaced()
+            own, first = internals.parts.options.on_nonfinite, internals.rank_info.world_rank == 0
+            self._warns_of_loss = phase == "train" and own is None and first
+        internals.monitor.begin()
+        self._partial_at, self._partial = time.monotonic() + PARTIAL_S, None
+
+    def measured(self, metrics: dict[str, Any]) -> Measured:
+        position = self._internals.position
+        for name, value in metrics.items() if self._warns_of_loss and metrics.get(NUM_SAMPLES, 1) else ():
+            if "loss" in name and isinstance(value, float) and not math.isfinite(value):
+                logger.warning(NOT_FINITE, name, value, position.users_epoch, position.call_batches)
+                self._warns_of_loss = False
+                break
+        return super().measured(metrics)
+
+    def to_report(self) -> Measured | None:
+        """The partial result. Metrics on a GPU are read only from time to time, because that waits
+        for the device."""
+        now, phase = time.monotonic(), self._phase
+        if self._operator.device.type == "cpu" or now >= self._partial_at:
+            self._partial_at, self._partial = now + PARTIAL_S, self.so_far()
+        if self._internals.rank_info.world_size == 1:
+            return self._partial
+        # The driver compares these with the data of other ranks.
+        rows = {name: each.for_ranks for name, each in self._rows.known(phase).items() if each.for_ranks}
+        sources = zip(self._rows.loaders(phase), self._rows.phases(phase), strict=True)
+        begun = {name: getattr(self._sources.get(each), "first", "") for name, each in sources}
+        first = {name: batch for name, batch in begun.items() if batch}
+        return replace(self._partial or Measured(), rows=rows, first=first)
+
+    def _counts(self) -> dict[str, Any]:
+        internals = self._internals
+        skipped = internals.parts.precision.skipped() + internals.leave_out.skipped
+        counts = {**super()._counts(), **internals.monitor.measured(), **({SKIPPED: skipped} if skipped else {})}
+        if SECONDS["communication"] in counts:
+            counts[SECONDS["compute"]] = max(counts[SECONDS["compute"]] - counts[SECONDS["communication"]], 0.0)
+        return counts
+
+    def batch_mode(self) -> str:
+        return self._internals.keep_batch.mode if self._phase == "train" else ""
+
+    def add_metrics(self, report: dict[str, Any], phase: Phase) -> dict[str, Any]:
+        internals = self._internals
+        report.update(internals.parts.measured(self._metric_of(phase)))
+        return {} if internals.profiler is None else {"traces": internals.profiler.taken()}
+
+    def steps_made(self) -> Any:
+        """An optimizer that is not torch's cannot be watched, weights may be changed without one,
+        and all may be frozen."""
+        optimizers = self._internals.parts.optimizers
+        if not all(hasattr(each, "register_step_post_hook") for each in optimizers):
+            return None
+        parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+        trained = [each for each in parameters if each.requires_grad]
+        return (self._internals.position.applied, sum(map(content_version, trained))) if trained else None
+
+    def _metric_of(self, phase: Phase) -> Phase:
+        """The phase of the registered metric that the methods of this phase update."""
+        default = type(self._operator).test_batch is TrainingOperator.test_batch
+        own = phase != "test" or "test" in self._internals.parts.metrics
+        return "validation" if default and not own else phase

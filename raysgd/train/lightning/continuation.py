@@ -1,0 +1,183 @@
+"""A Lightning fit that continues with the next batch when workers fail or join. Worker."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from raysgd.errors import ConfigError
+from raysgd.torch.data.loading import LoaderIterator
+from raysgd.torch.foreign import loader_with
+from raysgd.train.elastic_state import elastic
+from raysgd.train.generators import generator_states, set_generators
+from raysgd.train.lightning.division import share
+from raysgd.train.lightning.package import imported
+from raysgd.train.session_functions import Session
+
+COMMIT = "raysgd's last commit"  # Lightning shows it as the path of a checkpoint
+NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+def refused(found: str, instead: str) -> ConfigError:
+    return ConfigError(
+        f"RayDDPStrategy cannot continue within an epoch with {found}: {instead}, or pass elastic=False to "
+        "prepare_trainer, with which a failure starts the function again"
+    )
+
+
+class Continuation:
+    """Owns the commits of one fit, which are Lightning's checkpoints, kept in memory.
+
+    A commit is made before a batch, `every` so many batches, if no gradients are accumulated. A fit
+    that finds one resumes from it as from a checkpoint's file.
+    """
+
+    def __init__(self, trainer: Any, session: Session, every: int) -> None:
+        if every < 1:
+            raise ConfigError(f"commit_every must be a whole number of at least 1, got {every!r}")
+        if trainer.reload_dataloaders_every_n_epochs:
+            raise refused("reload_dataloaders_every_n_epochs", "let one data set give other samples in each epoch")
+        self.trainer, self._session, self._every = trainer, session, every
+        self._batches = every  # since the last commit
+        self.committing, self.checkpoint = False, dict[str, Any]()
+        self.weight = 1.0  # of the mean loss of this rank's part of the batch
+        self._loader: DividedLoader | None = None
+        self._found: dict[str, Any] = {}  # the commit from which the fit has not resumed yet
+        self._random: Any = None  # the states of the random generators at the batch with which it resumes
+        self._state = elastic({"trainer": self, "workers": session.rank_info.world_size})
+        if self._found:
+            trainer.ckpt_path = COMMIT
+
+    # -- commits ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._loader is None:
+            return {}
+        self.committing = True
+        try:
+            self.trainer.save_checkpoint(COMMIT, weights_only=False)
+        finally:
+            self.committing = False
+        return {"checkpoint": self.checkpoint, "random": generator_states()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._found = state
+
+    def resumed(self, path: Any) -> dict[str, Any] | None:
+        """The commit that Lightning is to load, or None to load `path`."""
+        fits = self.trainer.training
+        if not self._found or not (fits or path == COMMIT):
+            return None
+        checkpoint: dict[str, Any] = copy.deepcopy(self._found["checkpoint"])
+        if fits:
+            self._random, self._found, self.trainer.ckpt_path = self._found["random"], {}, None
+        return checkpoint
+
+    # -- the fit ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise ConfigError if the module cannot resume from a commit."""
+        module = self.trainer.lightning_module
+        if not module.automatic_optimization:
+            raise refused("manual optimization", "use automatic_optimization with one optimizer")
+        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+            raise refused("training_step(dataloader_iter)", "define training_step(batch, batch_idx)")
+        if any(hasattr(each, "consolidate_state_dict") for each in self.trainer.optimizers):
+            raise refused("an optimizer whose state is sharded", "use one that has all of its state on each rank")
+        known = {id(each) for each in module.parameters()}
+        if any(id(each) not in known for each in self._stepped_parameters()):
+            raise refused("an optimizer of parameters that are not the module's", "make them a part of the module")
+        if any(isinstance(each, imported(".callbacks").StochasticWeightAveraging) for each in self.trainer.callbacks):
+            raise refused(
+                "StochasticWeightAveraging, which Lightning resumes only between epochs",
+                "use EMAWeightAveraging (2.6 or newer)",
+            )
+
+    def _stepped_parameters(self) -> list[Any]:
+        groups = [group for each in self.trainer.optimizers for group in each.param_groups]
+        return [each for group in groups for each in group["params"]]
+
+    def divided(self, loader: Any) -> DividedLoader:
+        """The loader of this rank's part of each step."""
+        if self._loader is not None:
+            raise refused("several train loaders or a second fit", "join the data sets, and call fit once")
+        usual = isinstance(loader, DataLoader) and type(loader.sampler) is DistributedSampler
+        if not usual or type(loader.batch_sampler) is not BatchSampler or hasattr(loader, "state_dict"):
+            raise refused(
+                "this train loader",
+                "use a torch DataLoader of a map-style dataset with batch_size, without a sampler of your own",
+            )
+        warnings.filterwarnings("ignore", NOT_RESUMABLE)  # `DividedLoader` begins at the loop's batch
+        self._loader = DividedLoader(loader, self, workers=self._state["workers"])
+        self._session.at_end.callback(self._loader.close)
+        return self._loader
+
+    def share(self, samples: list[int]) -> tuple[list[int], float]:
+        return share(samples, self._session.rank_info)
+
+    def before(self, batch: int) -> None:
+        """Commit before batch number `batch` of the epoch, if it is time for it. The first one
+        after a resume is that of the last commit: another would let raysgd forget which reports are
+        repeated."""
+        if self._random is not None:
+            set_generators(self._random)
+            self._random, self._batches = None, 0
+        elif self._batches >= self._every and batch % self.trainer.accumulate_grad_batches == 0:
+            self._state.commit()
+            self._batches = 0
+        self._batches += 1
+
+
+class DividedLoader:
+    """Gives this rank's part of each step, beginning with the batch at which Lightning's loop is.
+
+    A step has the samples that the workers of the first attempt would take in it, so there are
+    always as many steps in an epoch, and Lightning's counters stay right. Lightning's sampler says
+    their order.
+    """
+
+    def __init__(self, loader: DataLoader[Any], fit: Continuation, *, workers: int) -> None:
+        assert isinstance(loader.sampler, DistributedSampler) and loader.batch_size is not None
+        self.sampler: DistributedSampler[Any] = DistributedSampler(
+            loader.dataset, num_replicas=1, rank=0, shuffle=loader.sampler.shuffle, seed=loader.sampler.seed
+        )
+        self._size, self._fit = loader.batch_size * workers, fit
+        self._mine: list[list[int]] = []
+        self.loader = loader_with(loader, sampler=self.sampler, batch_sampler=self._mine)
+        self.worker_init_fn = loader.worker_init_fn  # Lightning may set it
+        self._batches: LoaderIterator | None = None
+
+    def __len__(self) -> int:
+        steps = len(self.sampler) / self._size
+        return math.floor(steps) if self.loader.drop_last else math.ceil(steps)
+
+    def __iter__(self) -> Iterator[Any]:
+        order, first = list(self.sampler), self._fit.trainer.fit_loop.batch_idx + 1
+        steps = [order[step * self._size : (step + 1) * self._size] for step in range(first, len(self))]
+        shares = [self._fit.share(samples) for samples in steps]
+        self._mine[:] = [samples for samples, _ in shares]
+        self.loader.worker_init_fn = self.worker_init_fn
+        self._batches = LoaderIterator(self.loader)
+        for batch, (_, weight) in enumerate(shares, start=first):
+            self._fit.before(batch)
+            loaded = next(self._batches)
+            self._fit.weight = weight
+            yield loaded
+
+    def close(self) -> None:
+        """End the loader's processes."""
+        if self._batches is not None:
+            self._batches.close()
+
+    def __getattr__(self, name: str) -> Any:
+        """Read an attribute of the user's loader, such as `dataset`."""
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)

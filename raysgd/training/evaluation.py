@@ -1,0 +1,143 @@
+"""Validate and test: one pass over the data, or over each loader that has a name. Worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol
+
+from raysgd.core.metrics import Measured
+from raysgd.core.outcomes import Interrupted
+from raysgd.core.progress import Progress
+from raysgd.training.feed import Source
+from raysgd.training.internals import Internals
+from raysgd.training.phases import Phase, phases_of, split
+from raysgd.training.position import Position
+from raysgd.training.results import Results
+from raysgd.training.step_loop import StepLoop
+from raysgd.training.user_functions import accepted_arguments
+
+
+class EvaluatingReplica(Protocol):
+    """What an evaluation needs of its replica."""
+
+    operator: Any
+    internals: Internals
+    results: Results
+    evaluations: dict[Phase, Evaluations]
+    data_names: ClassVar[dict[Phase, str]]
+
+    @property
+    def progress(self) -> Progress:
+        """What is committed."""
+
+    def registered_source(self, phase: str) -> Source:
+        """The source of the registered data."""
+
+    def open_loop(self, source: Source, phase: str, limit: int | None) -> StepLoop:
+        """Open the loop over a source."""
+
+
+class Evaluations:
+    """Owns the passes of validations, or of tests, over their data, of which each call begins a new
+    one.
+
+    kind       "validation" or "test"
+    passes     its `epoch` counts the passes that have begun, and its `call` is the newest of them:
+               the only part of the position that belongs to the state
+    positions  of the newest pass over each loader
+    """
+
+    def __init__(self, kind: Phase) -> None:
+        self.kind, self.passes = kind, Position()
+        self.positions: dict[str, Position] = {}
+
+    def run(
+        self,
+        replica: EvaluatingReplica,
+        num_steps: int | None,
+        profile: bool,
+        info: dict[str, Any] | None,
+        call: int,
+        reduced: bool = True,
+    ) -> Any:
+        """Make one pass, over at most `num_steps` batches of each loader. No rank waits for another
+        one."""
+        kind, internals = self.kind, replica.internals
+        phases = phases_of(kind, getattr(internals.parts, replica.data_names[kind]))
+        for phase in phases:
+            replica.registered_source(phase)
+        if call != self.passes.call:  # otherwise, a peer failed, and all repeat the call
+            self.passes.open_call(call)
+            self.passes.epoch += 1
+        began = Position(epoch=self.passes.epoch - 1)
+        began.open_call(call)
+        found: list[Measured] = []
+        for phase in phases:
+            self.position_in(phase).adopt(began.as_dict())
+            named = dict(info or {}) | ({"loader": split(phase)[1]} if phase != kind else {})
+            measured = evaluate(replica, phase, num_steps, profile, named, reduced)
+            if isinstance(measured, Interrupted):
+                return measured
+            found.append(measured)
+        if phases == [kind]:
+            return found[0]
+        prefix = "test_" if kind == "test" else internals.prefix
+        loaders = {
+            f"{prefix}{split(phase)[1]}_": bare(each.metrics, prefix) for phase, each in zip(phases, found, strict=True)
+        }
+        returned = tuple(each for measured in found for each in measured.returned)
+        return replace(found[0], metrics={}, loaders=loaders, returned=returned)
+
+    def position_in(self, phase: str) -> Position:
+        return self.positions.setdefault(phase, Position())
+
+
+def has_data(replica: EvaluatingReplica, phase: Phase) -> bool:
+    """Return whether the operator has registered data for this."""
+    return getattr(replica.internals.parts, replica.data_names[phase]) is not None
+
+
+def validate(replica: EvaluatingReplica, **arguments: Any) -> Any:
+    return replica.evaluations["validation"].run(replica, **arguments)
+
+
+def test(replica: EvaluatingReplica, **arguments: Any) -> Any:
+    return replica.evaluations["test"].run(replica, **arguments)
+
+
+def evaluate(
+    replica: EvaluatingReplica,
+    phase: str,
+    num_steps: int | None,
+    profile: bool,
+    info: dict[str, Any],
+    reduced: bool,
+) -> Any:
+    """Run the operator's loop over the data of this phase."""
+    operator, internals, kind = replica.operator, replica.internals, split(phase)[0]
+    source = replica.registered_source(phase)
+    replica.results.begin(kind, profile=profile, new_call=True)
+    loop = replica.open_loop(source, phase, num_steps)
+    given, named = accepted_arguments(operator.validate, loop.batches, info=dict(info))
+    try:
+        with internals.validating(), operator.timers.record("validation"):
+            result = operator.validate(*given, **named)
+        loop.batches.close()
+        loop.end()
+    except BaseException:
+        internals.end_loop()
+        raise
+    if loop.feed.stopped:
+        return Interrupted(None, "a peer failed", replica.progress)
+    return replica.results.of_call(result, profile, kind, reduced)
+
+
+def bare(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Remove this prefix from the names of metrics, as far as no other has the shorter name."""
+    found = {}
+    for name, value in metrics.items():
+        last, rest = ("last_", name[5:]) if name.startswith("last_") else ("", name)
+        short = last + rest.removeprefix(prefix)
+        found[name if short in metrics else short] = value
+    return found

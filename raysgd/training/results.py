@@ -1,0 +1,174 @@
+"""What a call of an operator returns on one rank, and what it has measured so far. Worker."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from numbers import Real
+from typing import Any, ClassVar
+
+from raysgd.core.metrics import (
+    COUNTED,
+    OWN_NAMES,
+    SECONDS,
+    SKIPPED,
+    Measured,
+    check_metrics,
+    for_all_ranks,
+    plain,
+    refuse_own_names,
+)
+from raysgd.errors import counted, shown
+from raysgd.training.feed import Feed
+from raysgd.training.internals import Internals
+from raysgd.training.phases import CALLS, Phase
+
+UNUSED = (
+    "%s.train_epoch has not used the iterator that it got, so this call of train() counts no batches and no samples, and the epoch stays "
+    "%d. The data of its own loop is not divided among the workers, and after a worker failure the call begins again. Loop over the "
+    "iterator: `for batch in iterator:`"
+)
+LEFT_EARLY = (
+    "%s.train_epoch has left its loop %s before the end of the epoch, so the next call of train() continues this epoch there, and begins "
+    "no other one. For calls of n batches, pass num_steps=n. Nothing to do if that is meant"
+)
+NO_STEP = (
+    "no registered optimizer (%s) has made a step in this call of train(), so the weights are as they were before it (batches "
+    "processed: %d): %s. Nothing to do if they are meant to stay so, or if the batches of several calls share one step"
+)
+
+
+class Results(ABC):
+    """Owns where the running part of a call of `train` began, and makes the results of calls: from
+    what the operator returns, its metrics, and what a framework adds."""
+
+    how_to_step: ClassVar[str]  # in a user's batch method
+
+    def __init__(self, operator: Any, internals: Internals) -> None:
+        self._operator, self._internals = operator, internals
+        self._began: float | None = None  # when the running part of a call of `train` began
+        self._units_before = 0  # what the call had committed before this part of it
+        self._steps_before: Any = None  # what `steps_made` returned when the call began
+
+    def begin(self, phase: Phase, *, profile: bool, new_call: bool) -> None:
+        """Reset the timers and metrics. With `new_call` False, the call continues after a change of
+        the group."""
+        internals, timers = self._internals, self._operator.timers
+        internals.end_loop()
+        internals.begin_metrics()
+        internals.testing = phase == "test"
+        self._began = time.perf_counter() if phase == "train" else None
+        if phase == "train":
+            self.begin_part()
+            self._steps_before = self.steps_made() if new_call else self._steps_before
+        timers.reset()
+        timers.enabled = profile
+
+    def so_far(self, result: dict[str, Any] | None = None) -> Measured:
+        """What the running call has measured so far."""
+        internals = self._internals
+        own = result if result and isinstance(result, dict) else internals.meter.summary()
+        own = self._named_for_test(own) if internals.testing else own
+        return self.measured({"epoch": internals.position.users_epoch, **own, **self._counts()})
+
+    def begin_part(self) -> None:
+        """Note that what follows is another part of the running call."""
+        self._units_before = self._internals.position.call_units
+
+    def of_all_ranks(self) -> Measured:
+        """What this part of the call has measured so far, with the samples of all ranks."""
+        internals, partial = self._internals, self.so_far()
+        committed, ranks = internals.position.call_units - self._units_before, internals.rank_info.world_size
+        return replace(partial, metrics=for_all_ranks(partial.metrics, ranks, internals.meter.drawn, committed))
+
+    def to_report(self) -> Measured | None:
+        """What the running call has measured so far, for a progress message."""
+        return self.so_far()
+
+    def measured(self, metrics: dict[str, Any]) -> Measured:
+        """These metrics of the running call of `train`, with what users do not see."""
+        return Measured(metrics, self._internals.position.call_units, self.batch_mode())
+
+    def _counts(self) -> dict[str, Any]:
+        """What the running call has that is not the operator's metrics: counts, and what callbacks
+        measure."""
+        if self._began is None or "seconds" not in self._internals.settings.measures:
+            return {}
+        waited = self._internals.feed.waited_s
+        return {SECONDS["data"]: waited, SECONDS["compute"]: time.perf_counter() - self._began - waited}
+
+    def of_call(self, result: Any, profile: bool, phase: Phase, reduced: bool) -> Measured:
+        """The result of a call on this rank."""
+        method = "train_epoch" if phase == "train" else "validate"
+        returned: tuple[Any, ...] = ()
+        if not isinstance(result, dict):
+            if reduced:
+                raise TypeError(
+                    f"{type(self._operator).__name__}.{method} must return a dict of results, got {shown(result)}. For a list "
+                    f"of what each worker returned, of any type, call trainer.{CALLS[phase]}(reduce_results=False)"
+                )
+            result, returned = {}, (result,)
+        else:
+            check_metrics(result, of=f"{type(self._operator).__name__}.{method} returned an invalid result")
+        report: dict[str, Any] = dict(result)
+        counts = {name for name in COUNTED if isinstance(plain(result.get(name, 0)), Real)}
+        own = (OWN_NAMES if phase == "train" else COUNTED) - counts
+        refuse_own_names(result, of=f"{type(self._operator).__name__}.{method}", names=own)
+        if phase == "train":
+            report = {"epoch": self._internals.position.users_epoch, **result, **self._counts()}
+        others = self.add_metrics(report, phase)
+        if phase == "test":
+            report = self._named_for_test(report)
+        if profile:
+            report["profile"] = self._operator.timers.stats()
+        measured = self.measured(report) if phase == "train" else Measured(report)
+        return replace(measured, returned=returned, **others)
+
+    def warn_of_no_training(self, report: Measured, feed: Feed, *, own: bool) -> None:
+        """Warn, once, if the user's `own` loop has left the iterator unused, or before its end, or
+        if no optimizer has made a step in the call of this result. Steps that were skipped are in
+        the result."""
+        internals, position, made = self._internals, self._internals.position, self.steps_made()
+        name = type(self._operator).__name__
+        if own and feed.unused:
+            internals.warn_once(UNUSED, name, position.epoch)
+        elif (
+            position.call_batches and SKIPPED not in report.metrics and made is not None and made == self._steps_before
+        ):
+            optimizers = ", ".join(type(each).__name__ for each in internals.parts.optimizers)
+            internals.warn_once(NO_STEP, optimizers, position.call_batches, self.how_to_step)
+        elif own and internals.num_steps is None and not position.ended:
+            left = feed.source.steps_left(feed.rank_info, position.offset)
+            if left:
+                internals.warn_once(LEFT_EARLY, name, counted(left, "batch", "batches"))
+
+    def _named_for_test(self, report: dict[str, Any]) -> dict[str, Any]:
+        """A test's report with "test_" in the names that a validation's metrics have, unless there
+        is such a name."""
+        named: dict[str, Any] = {}
+        for name, value in report.items():
+            last, bare = ("last_", name[5:]) if name.startswith("last_") else ("", name)
+            for prefix in ("val_", self._internals.prefix):
+                other = f"{last}test_{bare.removeprefix(prefix)}"
+                if bare.startswith(prefix) and other not in report:
+                    name = other
+                    break
+            named[name] = value
+        return named
+
+    # -- what frameworks do differently ---------------------------------------------------------------
+
+    @abstractmethod
+    def batch_mode(self) -> str:
+        """What was decided about the batch."""
+
+    @abstractmethod
+    def add_metrics(self, report: dict[str, Any], phase: Phase) -> dict[str, Any]:
+        """Add the registered metrics to a report. Return what else is in `Measured`. All ranks call
+        this together."""
+
+    @abstractmethod
+    def steps_made(self) -> Any:
+        """A value that changes with each step of a registered optimizer; None if steps cannot be
+        noticed."""

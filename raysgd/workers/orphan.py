@@ -1,0 +1,96 @@
+"""Free the main thread of a worker whose driver has ended, or does not answer, and end an orphan to
+which no other driver comes. Worker."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+from raysgd.core import messages
+from raysgd.core.lease import LEASE_S
+
+# How long an orphan stays in its process group, because its peers need it for the step that it has completed.
+LINGER_S = 2.0
+
+
+class DriverContact:
+    """One driver, as its worker knows it. Owns when the worker has last heard of it, the calls that
+    it asks the main thread to make, and the connection on which that thread waits for it.
+
+    A worker whose driver is lost is an orphan since then. It must `stop` at the next batch
+    boundary, `leave` the process group, so that ranks that wait for it stop too, and `end` after
+    `orphan_s`. It ends at once if that is 0, and the driver says nothing of itself, or if the
+    connection has ended and the worker has no state of the training.
+    """
+
+    waited_on: socket.socket | None = None
+
+    def __init__(
+        self,
+        orphan_s: float,
+        now: float,
+        *,
+        stop: Callable[[], None],
+        leave: Callable[[], None],
+        end: Callable[[], None],
+    ) -> None:
+        self._orphan_s, self.heard_at = orphan_s, now
+        self._stop, self._leave, self._end = stop, leave, end
+        self.since: float | None = None  # when the worker has become an orphan
+        self._lingers = False
+        self.has_ended = False  # the connection
+        self.is_over = False  # the worker has another driver, or is about to end
+        self.calls: queue.SimpleQueue[messages.PerformCall | None] = queue.SimpleQueue()  # None: wait for no more
+        self._main = threading.main_thread().ident
+
+    def heard(self, now: float) -> None:
+        """Note a message of the driver."""
+        self.heard_at, self.since = now, None
+
+    def lost(self) -> None:
+        """Note that the connection has ended."""
+        self.has_ended = True
+        self.calls.put(None)  # also if it has ended the wait when the driver did not answer
+
+    def look(self, now: float, *, holds_state: bool) -> None:
+        """Do what is due."""
+        silent = self._orphan_s > 0 and now - self.heard_at >= LEASE_S
+        if self.is_over or not (self.has_ended or silent):
+            return
+        if self.has_ended and not (holds_state and self._orphan_s):
+            self._give_up()
+        elif self.since is None:
+            self.since, self._lingers = now, True
+            self._stop()
+            if (connection := self.waited_on) is not None:
+                with contextlib.suppress(OSError):  # it has ended
+                    connection.shutdown(socket.SHUT_RDWR)
+            self.calls.put(None)
+        elif now - self.since >= self._orphan_s:
+            self._give_up()
+        elif self._lingers and now - self.since >= LINGER_S:
+            self._lingers = False
+            self._leave()
+
+    def _give_up(self) -> None:
+        self.is_over = True
+        self._end()
+
+    @contextlib.contextmanager
+    def waiting(self, connection: socket.socket) -> Iterator[None]:
+        """A context in which a connection of the main thread ends when the driver does not answer,
+        as that thread is what another driver needs. A save in the background, on a thread of its
+        own, may still get an answer."""
+        if threading.get_ident() != self._main:
+            yield
+            return
+        self.waited_on = connection  # first, because `look` sets `since` first
+        try:
+            if self.since is not None:
+                raise TimeoutError("the driver has ended, or does not answer")
+            yield
+        finally:
+            self.waited_on = None

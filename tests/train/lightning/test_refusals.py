@@ -1,0 +1,136 @@
+"""What a fit cannot continue with, or raysgd's workers cannot run, is refused with an alternative."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.utilities import CombinedLoader
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, WeightedRandomSampler
+
+from raysgd import ConfigError
+from raysgd.train.lightning import (
+    RayDDPStrategy,
+    RayFSDPStrategy,
+    RayLightningEnvironment,
+    prepare_trainer,
+)
+from raysgd.train.session_functions import OutsideSession, running
+from tests.train.lightning.fits import QUIET, Points, Recorded
+
+pytestmark = pytest.mark.usefixtures("group")
+
+
+@pytest.fixture(autouse=True)
+def session() -> Any:
+    with running(OutsideSession()):
+        yield
+
+
+def trainer_of(**settings: Any) -> Any:
+    given = {"strategy": RayDDPStrategy(), "plugins": [RayLightningEnvironment()], "accelerator": "cpu", "devices": 1}
+    return pl.Trainer(**{**given, **QUIET, "max_epochs": 1, "limit_train_batches": 1, **settings})
+
+
+class ByHand(Recorded):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class ByIterator(Recorded):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        raise NotImplementedError
+
+
+class Sharded(Recorded):
+    def configure_optimizers(self) -> Any:
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=0.1)
+
+
+class Outside(Recorded):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+class Averaged(Recorded):
+    def configure_callbacks(self) -> Any:
+        return [StochasticWeightAveraging(0.1)]
+
+
+class Own(BatchSampler):
+    """Has the arguments with which Lightning makes it again."""
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(Points(8))
+
+
+def points(**settings: Any) -> DataLoader[Any]:
+    return DataLoader(Points(8), **{"batch_size": 4, **settings})
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "manual optimization": (ByHand, points),
+    r"training_step\(dataloader_iter\)": (ByIterator, points),
+    "an optimizer whose state is sharded": (Sharded, points),
+    "an optimizer of parameters that are not the module's": (Outside, points),
+    "StochasticWeightAveraging": (Averaged, points),
+    "several train loaders or a second fit": (Recorded, lambda: CombinedLoader([points(), points()])),
+}
+
+
+@pytest.mark.parametrize("found", REFUSED)
+def test_a_fit_that_cannot_continue(found: str) -> None:
+    make, load = REFUSED[found]
+    trainer = prepare_trainer(trainer_of())
+    with pytest.raises(ConfigError, match=f"cannot continue.*{found}.*elastic=False"):
+        trainer.fit(make(), load())
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "iterable": lambda: DataLoader(Stream(), batch_size=4),
+    "sampler": lambda: points(sampler=WeightedRandomSampler([1.0] * 8, 8)),
+    "no batches": lambda: points(batch_size=None),
+    "batch sampler": lambda: DataLoader(Points(8), batch_sampler=Own(SequentialSampler(Points(8)), 4, False)),
+    "list": lambda: [points(), points()],
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_train_loader_that_cannot_continue(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"this train loader|several train loaders"):
+        prepare_trainer(trainer_of()).fit(Recorded(), LOADERS[kind]())
+
+
+def test_reloaded_loaders() -> None:
+    with pytest.raises(ConfigError, match="reload_dataloaders_every_n_epochs"):
+        prepare_trainer(trainer_of(reload_dataloaders_every_n_epochs=1))
+
+
+def test_commit_every() -> None:
+    with pytest.raises(ConfigError, match="commit_every must be a whole number of at least 1, got 0"):
+        prepare_trainer(trainer_of(), commit_every=0)
+
+
+def test_what_is_not_prepared_for_workers() -> None:
+    with pytest.raises(ConfigError, match="RayDDPStrategy, RayFSDPStrategy, RayDeepSpeedStrategy, got Single"):
+        prepare_trainer(pl.Trainer(accelerator="cpu", devices=1, **QUIET))
+    with pytest.raises(ConfigError, match="RayLightningEnvironment"):
+        prepare_trainer(trainer_of(plugins=[]))
+
+
+def test_fsdp_says_that_it_does_not_continue_in_place(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trainer_of(accelerator="cpu")
+    trainer.strategy.__class__ = type("RayFSDPStrategy", (RayFSDPStrategy,), {})
+    prepare_trainer(trainer, elastic=False)
+    assert "in place" not in caplog.text
+    prepare_trainer(trainer)
+    assert "RayFSDPStrategy does not continue in place, because no rank has all weights" in caplog.text

@@ -1,0 +1,161 @@
+"""Lightning's Trainer on workers that are killed: the samples, rates and validations of each step equal those of an undisturbed run, and
+the weights within the rounding of another order of sums."""
+
+import math
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+
+from raysgd import ElasticConfig, train
+from raysgd.train import Trainer
+from tests.tiers import NIGHTLY
+from tests.train.lightning.fits import assert_equal, fit
+
+pytestmark = [pytest.mark.elastic, pytest.mark.more]
+WORKERS = 3
+
+
+def imports_of_a_fit() -> None:
+    """Import what a fit needs before a replacement joins, because the others would wait for that."""
+    import tests.train.lightning.fits  # noqa: F401
+
+
+def until_complete() -> int:
+    """Wait until all workers have joined. Return this one's process id."""
+    state = train.elastic({"looks": 0})
+    while train.world_size() < WORKERS:
+        state["looks"] += 1
+        assert state["looks"] < 2400, "no worker joined within two minutes"
+        time.sleep(0.05)
+        state.commit()
+    return os.getpid()
+
+
+class Run:
+    """Owns a trainer, and the results of undisturbed fits."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._undisturbed = folder, dict[str, Any]()
+        elastic = ElasticConfig(hang_timeout_s=120, grow=True)
+        self.trainer = Trainer("torch", num_workers=WORKERS, logdir=folder / "logs", max_retries=-1, elastic=elastic)
+        self.trainer.start(imports_of_a_fit)
+        self.recoveries: list[Any] = []
+        self.seconds: dict[str, float] = {}  # of the quickest fit with these settings
+
+    def fit(
+        self, settings: dict[str, Any], *faults: tuple[int, int, str], kills: Sequence[threading.Timer] = ()
+    ) -> dict[str, Any]:
+        """Fit on all workers, with the faults and kills. Return rank 0's record; all ranks have the same."""
+        self.complete()
+        before = len(self.trainer.recoveries)
+        marks = self._folder / str(time.time())
+        marks.mkdir()
+        began = time.monotonic()
+        for each in kills:
+            each.start()
+        try:
+            results = self.trainer.run(fit, {**settings, "faults": faults, "marks": str(marks)})
+        finally:
+            for each in kills:
+                each.cancel()
+                each.join()
+        key = repr(settings)
+        self.seconds[key] = min(self.seconds.get(key, math.inf), time.monotonic() - began)
+        self.recoveries = self.trainer.recoveries[before:]
+        for result in results[1:]:
+            assert_equal(result, results[0], within=0)
+        assert len(list(marks.glob("*-*"))) == len(faults), "each fault has happened"
+        return results[0]
+
+    def complete(self) -> list[int]:
+        """Wait for the replacements of workers that earlier faults have killed. Return all process ids."""
+        return self.trainer.run(until_complete)
+
+    def undisturbed(self, settings: dict[str, Any]) -> dict[str, Any]:
+        key = repr(settings)
+        if key not in self._undisturbed:
+            self._undisturbed[key] = self.fit(settings)
+        return self._undisturbed[key]
+
+
+@pytest.fixture(scope="module")
+def shared(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    run = Run(tmp_path_factory.mktemp("lightning"))
+    yield run
+    run.trainer.shutdown()
+
+
+def test_an_undisturbed_fit_has_the_bits_of_torchruns(shared: Run) -> None:
+    for settings in ({"plain": True}, {"elastic": False}):
+        assert_equal(shared.undisturbed({}), shared.fit(settings), within=0)
+
+
+CASES: dict[str, tuple[list[tuple[int, int, str]], dict[str, Any]]] = {
+    "before a step": ([(1, 5, "before")], {}),
+    "in forward": ([(2, 5, "forward")], {}),
+    "after a step": ([(0, 5, "after")], {}),
+    "two at once": ([(1, 5, "before"), (2, 5, "before")], {}),
+    "two, one after the other": ([(1, 2, "before"), (0, 6, "after")], {}),
+    "at an epoch's first batch": ([(1, 4, "forward")], {}),
+    "in validation": ([(1, 4, "validation")], {}),
+    "in a validation within an epoch": ([(1, 2, "validation")], {"trainer": {"val_check_interval": 0.5}}),
+    "after a validation within an epoch": ([(1, 2, "forward")], {"trainer": {"val_check_interval": 0.5}}),
+    "with an incomplete last step": ([(1, 9, "before")], {"size": 187}),
+    "with loader processes": ([(1, 5, "forward")], {"loader": {"num_workers": 2}}),
+    "with a replacement": ([(1, 5, "forward")], {"waits": True, "trainer": {"max_epochs": 8}}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_killed_worker_changes_no_number(shared: Run, case: str) -> None:
+    faults, settings = CASES[case]
+    undisturbed, found = shared.undisturbed(settings), shared.fit(settings, *faults)
+    assert_equal(found, undisturbed)
+    assert shared.recoveries[0].reason == "worker death" and shared.recoveries[0].in_place
+    if case == "with a replacement":
+        assert found["world"] == WORKERS and shared.recoveries[-1].reason == "growth"
+
+
+def test_the_weights_have_seen_each_sample_once(shared: Run) -> None:
+    """In the incomplete last step of 7 samples, each has a seventh of the step's gradient, and not a twelfth."""
+    settings = {"size": 187, "witnesses": 187, "trainer": {"accumulate_grad_batches": 1}}
+    found = shared.fit(settings, (1, 7, "before"), (0, 12, "after"))
+    seen = found["weights"]["witness"]
+    last = {sample for step in (found["samples"][15], found["samples"][31]) for sample in step}
+    expected = torch.full((187,), -2 * 0.0625 / 12)
+    for step in (found["samples"][15], found["samples"][31]):
+        assert len(step) == 7
+        expected[step] += 0.0625 / 12 - 0.0625 / 7
+    assert len(last) > 7 and torch.allclose(seen, expected, atol=1e-7)
+
+
+def test_a_preemption_notice_reaches_raysgd(shared: Run) -> None:
+    """Lightning's own handler of SIGTERM makes a collective call, for which the job waits until it hangs."""
+    settings = {"waits": True, "trainer": {"max_epochs": 8}}
+    undisturbed = shared.undisturbed(settings)
+    found = shared.fit({**settings, "signal": signal.SIGTERM}, (1, 5, "forward"))
+    assert_equal(found, undisturbed)
+    assert "preempt" in shared.recoveries[0].reason
+
+
+@pytest.mark.parametrize("seed", range(20 if NIGHTLY else 5))
+def test_two_kills_at_any_time(shared: Run, seed: int) -> None:
+    draw, settings = random.Random(seed), {"size": 187, "trainer": {"max_epochs": 6}}
+    undisturbed, processes = shared.undisturbed(settings), shared.complete()
+    moments = [draw.uniform(0, shared.seconds[repr(settings)]) for _ in range(2)]
+    kills = [
+        threading.Timer(moment, os.kill, (process, signal.SIGKILL))
+        for moment, process in zip(moments, draw.sample(processes, 2), strict=True)
+    ]
+    assert_equal(shared.fit(settings, kills=kills), undisturbed)
+    assert shared.recoveries, "a kill has happened"

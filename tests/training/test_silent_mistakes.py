@@ -1,0 +1,394 @@
+"""Mistakes that raise no error: one line names each, once, at the moment when it acts."""
+
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import AutoCheckpoint, ConfigError, TorchTrainer, TrainingOptions
+from raysgd.callbacks import EarlyStopping
+from tests.local.group import Cluster, Fault
+from tests.torch.small import Line, inline
+
+
+def halving(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+class SteppedAround(Line):
+    """Steps its schedule where the trainer does."""
+
+    def train_epoch(self, iterator: Any, info: Any = None, num_steps: Any = None, epoch_idx: int = 0) -> Any:
+        result = super().train_epoch(iterator, info, num_steps, epoch_idx)
+        self.scheduler.step()
+        return result
+
+
+def step_schedule(operator: Any) -> None:
+    operator.scheduler.step()
+
+
+BESIDE = "ExponentialLR was stepped between two loops of raysgd"
+
+
+@pytest.mark.parametrize(
+    ("operator", "between", "rate", "said"),
+    [
+        (SteppedAround, None, 0.1 / 64, BESIDE),
+        (Line, lambda trainer: trainer.apply_all_operators(step_schedule), 0.1 / 64, BESIDE),
+        (Line, lambda trainer: trainer.update_scheduler(7), None, "takes the metric 7 for an epoch"),
+        (Line, lambda trainer: trainer.load_state_dict(trainer.state_dict()), 0.1 / 8, ""),
+        (Line, None, 0.1 / 8, ""),
+    ],
+)
+def test_a_schedule_that_two_step_is_named_once(
+    operator: type[Line], between: Callable[[TorchTrainer], Any] | None, rate: float | None, said: str, caplog: Any
+) -> None:
+    with inline(operator, config={"scheduler": halving}, scheduler_step_freq="epoch", seed=1) as trainer:
+        for _ in range(3):
+            trainer.train()
+            if between is not None:
+                between(trainer)
+        found = trainer.apply_all_operators(lambda each: each.optimizer.param_groups[0]["lr"])
+    assert rate is None or found == pytest.approx([rate])
+    assert said in "".join(caplog.messages[:1]) and len(caplog.messages) == bool(said) + (rate is None)
+
+
+@pytest.mark.parametrize(("plain", "lines"), [(True, 1), (False, 0)])
+def test_a_callback_cannot_stop_a_plain_loop(plain: bool, lines: int, caplog: pytest.LogCaptureFixture) -> None:
+    with inline(Line, config={"lr": 0.0}, callbacks=[EarlyStopping("val_loss", patience=1)]) as trainer:
+        for _ in range(6) if plain else trainer.epochs(6):
+            trainer.train()
+            trainer.validate()
+        trainer.train()
+        assert len(trainer.history.of("train")) == (7 if plain else 3)
+    assert len([each for each in caplog.messages if "EarlyStopping wants training to stop" in each]) == lines
+
+
+def zero_on_rank_0(operator: Any) -> None:
+    if operator.is_first:
+        torch.nn.init.zeros_(operator.unwrapped().weight)
+
+
+def test_weights_that_one_rank_changes_between_calls_are_named_in_the_next_call(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Cluster(), inline(Line, num_workers=2) as trainer:
+        for _ in range(3):
+            trainer.train()
+        trainer.apply_all_operators(zero_on_rank_0)
+        trainer.train()
+        assert "do not train the same model: the parameter weight of self.model" in caplog.text
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_a_copy_of_an_operator_that_is_changed_is_named(changes: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with Cluster(), inline(Line, num_workers=2) as trainer:
+        trainer.train()
+        copy = trainer.get_local_operator()
+        copy.model(torch.ones(1, 2))
+        copy.optimizer.param_groups[0]["lr"] = 0.0 if changes else 0.1
+        trainer.train()
+        trainer.train()
+        assert trainer.apply_all_operators(lambda each: each.optimizer.param_groups[0]["lr"]) == [0.1, 0.1]
+    said = "get_local_operator() has returned, which is a copy"
+    assert len([each for each in caplog.messages if said in each]) == changes
+
+
+@pytest.mark.parametrize("rows", [16, 12])
+def test_other_rows_within_an_epoch_are_named(rows: int, tmp_path: Path, caplog: Any) -> None:
+    with inline(Line, config={"rows": 12, "shuffle": True}) as trainer:
+        trainer.train(num_steps=1)
+        trainer.save(tmp_path / "line.pt")
+    with inline(Line, config={"rows": rows, "shuffle": True}) as trainer:
+        trainer.load(tmp_path / "line.pt")
+        assert trainer.train()["num_samples"] == 8
+        assert trainer.train()["num_samples"] == rows
+    said = "within an epoch of 12 rows, and train_loader has 16 here"
+    assert len([each for each in caplog.messages if said in each]) == (rows != 12)
+
+
+def test_what_torch_says_of_frozen_layers_has_the_cure() -> None:
+    class Frozen(Line):
+        def train_batch(self, batch: Any, batch_info: Any) -> Any:
+            raise RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
+
+    with inline(Frozen) as trainer, pytest.raises(RuntimeError, match="Expected to have") as caught:
+        trainer.train()
+    notes = getattr(caught.value, "__notes__", [])
+    assert "frozen after self.register()" in "".join(notes) or not hasattr(caught.value, "add_note")
+
+
+def breaking(self: Any, iterator: Any, info: Any = None) -> dict[str, Any]:
+    for number, batch in enumerate(iterator):
+        self.train_batch(batch, info)
+        if number + 1 == self.config["batches"]:
+            break
+    return {}
+
+
+def in_chunks(self: Any, iterator: Any, info: Any = None) -> dict[str, Any]:
+    while chunk := list(islice(iterator, 2)):
+        for batch in chunk:
+            self.train_batch(batch, info)
+    return {}
+
+
+def twice(self: Any, iterator: Any, info: Any = None) -> dict[str, Any]:
+    for _ in range(self.config["passes"]):
+        for batch in iterator:
+            self.train_batch(batch, info)
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("loop", "config", "said"),
+    [
+        (breaking, {"batches": 2}, "has left its loop 1 batch before the end of the epoch"),
+        (breaking, {"batches": 3}, ""),
+        (breaking, {"batches": 4}, ""),
+        (twice, {"passes": 2}, "iterates again over the batches that it got"),
+        (twice, {"passes": 1}, ""),
+        (in_chunks, {}, ""),
+    ],
+)
+def test_a_loop_that_does_not_make_one_pass_is_named_once(loop: Any, config: Any, said: str, caplog: Any) -> None:
+    with inline(type("Own", (Line,), {"train_epoch": loop}), config=config) as trainer:
+        for _ in range(2):
+            trainer.train()
+    assert len(caplog.messages) == bool(said) and said in caplog.text
+
+
+def replace_optimizer(operator: Any) -> None:
+    operator.optimizer = torch.optim.SGD(operator.model.parameters(), lr=0.5)
+
+
+@pytest.mark.parametrize(
+    "change", [replace_optimizer, lambda operator: operator.optimizer.param_groups[0].update(lr=1)]
+)
+def test_an_optimizer_that_is_replaced_is_named_once(change: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with inline(Line) as trainer:
+        trainer.train()
+        trainer.apply_all_operators(change)
+        trainer.train()
+        trainer.train()
+        assert trainer.state_dict()["optimizers"][0]["param_groups"][0]["lr"] == (0.1 if caplog.messages else 1)
+    said = [each for each in caplog.messages if "self.optimizer is no longer the optimizer" in each]
+    assert len(said) == (change is replace_optimizer)
+
+
+class Divided(Line):
+    """Accumulates as in a loop by hand."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        loss = self.criterion(self.model(batch[0]), batch[1])
+        if self.config["by"] != "its own count":
+            self.zero_grad()
+        self.backward(loss / self.config.get("number", 1))
+        if self.config["by"] != "its own count" or batch_info["batch_idx"] % 3 == 2:
+            self.step()
+        return {"train_loss": loss.item()}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"by": "hand", "number": 3}, "got a loss that was divided by 3, as many batches as share a step"),
+        ({"by": "hand", "number": 2}, ""),
+        ({"by": "raysgd"}, ""),
+        (
+            {"by": "its own count"},
+            "With TrainingOptions(accumulate=3), raysgd counts the batches: call self.zero_grad()",
+        ),
+    ],
+)
+def test_accumulation_by_hand_beside_raysgds_is_named_once(config: Any, said: str, caplog: Any) -> None:
+    with inline(Divided, config=config, options=TrainingOptions(accumulate=3)) as trainer:
+        trainer.train()
+        trainer.train()
+    assert len(caplog.messages) == bool(said) and said in caplog.text
+
+
+class OwnData(Line):
+    """Makes other data on each rank, of the same length."""
+
+    def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+        mine = self.config["differs"] and not self.is_first
+        data = TensorDataset(torch.arange(12.0).reshape(12, 1).repeat(1, 2) + mine, torch.ones(12, 1))
+        return {"train_loader": DataLoader(data, batch_size=4, shuffle=True)}
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_other_data_of_the_same_length_on_another_rank_is_named(
+    differs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Cluster(), inline(OwnData, num_workers=2, config={"differs": differs}) as trainer:
+        trainer.train()
+        trainer.train()
+    said = "the train_loader of rank 1 has other rows than that of rank 0 (12 rows with the content"
+    assert len([each for each in caplog.messages if said in each]) == differs
+
+
+class OtherHead(Line):
+    """Replaces a layer, before or after its optimizer is created."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 5))
+        if config["first"]:
+            model[1] = torch.nn.Linear(2, 1)
+        optimizer = self.make_optimizer(model, 0.1)
+        model[1] = model[1] if config["first"] else torch.nn.Linear(2, 1)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=optimizer, criterion=torch.nn.MSELoss()
+        )
+        self.register_data(**self.loaders(config))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_layer_that_is_replaced_after_its_optimizer_was_created_is_named(first: bool, caplog: Any) -> None:
+    with inline(OtherHead, config={"first": first}) as trainer:
+        trainer.train()
+    said = "the optimizer SGD holds parameters that no registered model has: 2."
+    assert [said in each for each in caplog.messages] == [True] * (not first)
+
+
+def test_a_parameter_group_that_is_added_after_setup_is_refused_in_the_next_call() -> None:
+    def add(operator: Any) -> None:
+        operator.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+
+    with Cluster(faults=[Fault("kill", "reduced", rank=1, step=4)]), inline(Line, num_workers=2) as trainer:
+        trainer.train()
+        trainer.apply_all_operators(add)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=r"SGD has parameter groups of \[2, 1\] parameters, and had \[2\]"):
+                trainer.train()
+        trainer.apply_all_operators(lambda each: each.optimizer.param_groups.pop() and None)
+        assert trainer.train()["num_samples"] == 12
+
+
+WITHIN = "this loop begins within epoch 1 of the data, which an earlier call has begun: its first epoch is the rest of it, from batch"
+
+
+@pytest.mark.parametrize(
+    ("first", "num_steps", "said"), [(1, None, f"{WITHIN} 2 of 3. "), (3, None, ""), (0, None, ""), (1, 2, "")]
+)
+def test_a_loop_that_begins_within_an_epoch_says_so(first: int, num_steps: Any, said: str, caplog: Any) -> None:
+    with inline(Line) as trainer:
+        trainer.train(num_steps=first)
+        trainer.fit(2, 0, num_steps=num_steps, progress=False)
+        trainer.fit(1, 0, progress=False)
+    assert len([each for each in caplog.messages if "begins within epoch" in each]) == bool(said or num_steps)
+    assert said in caplog.text
+
+
+def test_a_loop_that_is_resumed_within_an_epoch_says_only_from_where(tmp_path: Path, caplog: Any) -> None:
+    for _ in range(2):
+        with inline(Line, checkpoints=AutoCheckpoint(path=tmp_path / "run"), resume="auto") as trainer:
+            for _ in trainer.epochs(2 if trainer.resumed_from else 1):
+                trainer.train(num_steps=None if trainer.resumed_from else 1)
+    assert "training resumes from" in caplog.text and "begins within epoch" not in caplog.text
+
+
+@pytest.mark.parametrize("validates", [0, 1])
+def test_a_best_checkpoint_without_its_metric_is_named_once(validates: int, tmp_path: Path, caplog: Any) -> None:
+    with inline(Line, checkpoints=AutoCheckpoint(path=tmp_path / "run", best="val_loss")) as trainer:
+        trainer.fit(1, 0, progress=False)
+        trainer.fit(1, validates, progress=False)
+        assert (trainer.best_checkpoint is None) == (not validates)
+    said = "AutoCheckpoint(best='val_loss') had no effect, because no result had this metric"
+    assert caplog.messages == [said] * (not validates)
+
+
+def leave(trainer: TorchTrainer, *, trains: bool) -> None:
+    for epoch in trainer.epochs(5):
+        if epoch < 2 or trains:
+            trainer.train()
+        if epoch == 2:
+            break
+
+
+@pytest.mark.parametrize(("trains", "loops", "lines"), [(True, 1, 1), (False, 1, 0), (True, 2, 0)])
+def test_a_loop_that_is_left_without_its_checkpoint_is_named(
+    trains: bool, loops: int, lines: int, tmp_path: Path, caplog: Any
+) -> None:
+    with inline(Line, checkpoints=AutoCheckpoint(path=tmp_path / "run")) as trainer:
+        leave(trainer, trains=trains)
+        if loops == 2:
+            trainer.fit(1, 0, progress=False)
+    assert len(caplog.messages) == lines
+    assert not lines or "was left in epoch 2, which had trained. An automatic checkpoint" in caplog.text
+    assert (
+        not lines or f"and the newest one is {tmp_path / 'run' / 'loop1-epoch00001-step000000003.pt'}. " in caplog.text
+    )
+
+
+def test_a_loop_that_an_error_ends_is_not_named_as_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(RuntimeError), inline(Line, checkpoints=AutoCheckpoint(path=tmp_path / "run")) as trainer:
+        for _ in trainer.epochs(2):
+            trainer.train()
+            raise RuntimeError
+    assert "was left" not in caplog.text
+
+
+class CountsSteps(Line):
+    """Counts its steps as raysgd does, in `train_batch` or in a loop of its own."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        result = super().train_batch(batch, batch_info)
+        self.global_step += self.config["adds"]
+        return {**result, "at": batch_info["global_step"]}
+
+
+def own_loop(self: Any, iterator: Any, info: Any = None) -> dict[str, Any]:
+    for batch in iterator:
+        self.train_batch(batch, {"global_step": self.global_step})
+        self.global_step += 1
+    return {}
+
+
+@pytest.mark.parametrize(("methods", "adds", "lines"), [({}, 1, 1), ({}, 0, 0), ({"train_epoch": own_loop}, 0, 0)])
+def test_steps_that_are_counted_twice_count_once(methods: Any, adds: int, lines: int, caplog: Any) -> None:
+    with inline(type("Own", (CountsSteps,), methods), config={"adds": adds}) as trainer:
+        at = [trainer.train().get("last_at") for _ in range(2)]
+        assert trainer.state_dict()["global_step"] == 6
+    assert at == ([None, None] if methods else [2, 5])
+    assert [each.startswith("the code of Own changes self.global_step") for each in caplog.messages] == [True] * lines
+
+
+class Weighted(Line):
+    """Has an attribute that changes between two calls."""
+
+    weight = saved = 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"saved": self.saved}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.saved = state_dict["saved"]
+
+
+def set_weight(operator: Any) -> None:
+    operator.weight = operator.weight + 1
+
+
+def set_saved(operator: Any) -> None:
+    operator.saved = operator.saved + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "num_workers", "lines"),
+    [(set_weight, 2, 1), (set_weight, 1, 0), (set_saved, 2, 0), (lambda operator: operator.weight, 2, 0)],
+)
+def test_an_attribute_that_later_workers_lack_is_named_once(
+    change: Any, num_workers: int, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Cluster(), inline(Weighted, num_workers=num_workers) as trainer:
+        for _ in range(2):
+            trainer.train()
+            trainer.apply_all_operators(change)
+    said = "a function of apply_all_operators() has set self.weight, which checkpoints and workers that join later will not"
+    assert [said in each for each in caplog.messages] == [True] * lines
