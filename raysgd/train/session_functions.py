@@ -130,8 +130,8 @@ class Session:
     # -- reporting ------------------------------------------------------------------------------------
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:
-        """Send metrics, and a checkpoint if there is one. Return when all ranks have, and the driver
-        has stored it."""
+        """Send metrics, and a checkpoint if there is one. Return when all ranks have, and the
+        driver has stored it."""
         check_metrics(metrics, of="train.report() cannot report this")
         if self._repeated:
             self._repeated -= 1

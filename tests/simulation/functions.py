@@ -163,9 +163,9 @@ class FunctionChecker(Checker):
     def returns(self, worker: Worker, attempt: Attempt, what: str, manager: CheckpointManager) -> None:
         """Check, when a report or a save returns on a rank, that all have made it, and that its checkpoint is stored."""
         rank, at = train.world_rank(), manager.latest_id
-        step = attempt.done[what, rank] = attempt.begun[what, rank]
         if worker.lost or worker.given_up:
             return  # no caller waits for it any more
+        step = attempt.done[what, rank] = attempt.begun[what, rank]
         if attempt.by_all(attempt.begun, what) < step:
             self.fail(f"the {what} of step {step} returned on rank {rank}, and others had not made it: {attempt.begun}")
         stored = [each.number for each in manager.stored]
@@ -199,7 +199,9 @@ class FunctionChecker(Checker):
         for generation, attempt in self.attempts.items():
             for step in range(attempt.resumed + 1, attempt.by_any(attempt.done, "report") + 1):
                 if (generation, step) not in seen:
-                    self.fail(f"the report of step {step} of generation {generation} has returned, and is not in {self.seen}")
+                    self.fail(
+                        f"the report of step {step} of generation {generation} has returned, and is not in {self.seen}"
+                    )
 
     def returned_from_run(self, values: list[Any]) -> None:
         """Check the results of a run that raised no error."""
