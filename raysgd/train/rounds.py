@@ -30,7 +30,7 @@ DETAILED = "TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS"
 LONG_S = 60.0  # for a rank to wait until the others report, before a warning
 CALLS = {"report": "train.report()", "checkpoint": "train.save_checkpoint()"}
 ON_EVERY_RANK = "Call it on every rank, and not under `if world_rank() == 0`"
-WAITS_LONG = "%s within %.0f s. The call returns when every rank has made it. If they are in a collective call, neither can continue. %s"
+WAITS_LONG = "%s within %.0f s. The call returns when every rank has made it. A rank that waits in a collective call never makes it. %s"
 
 
 @dataclass(frozen=True)
