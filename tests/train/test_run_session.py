@@ -353,8 +353,7 @@ def test_a_checkpoint_of_one_rank_is_no_boundary_between_commits() -> None:
         state = train.elastic({"batch": 0})
         for _ in range(2):
             state.commit()
-            if train.world_rank() == 0:
-                train.report({}, checkpoint=train.Checkpoint.from_dict({}))
+            train.report({}, checkpoint=train.Checkpoint.from_dict({}) if train.world_rank() == 0 else None)
 
     ranks = [FunctionRank(rank, 2) for rank in range(2)]
     for rank in ranks:
