@@ -37,6 +37,34 @@ def test_report_accepts_a_dict_or_keywords() -> None:
     assert [payload and payload["epoch"] for _, _, payload in worker.messages] == [None, None, 3, None]
 
 
+class Slow(FunctionRank):
+    """Notes how many reports are sent at the same time."""
+
+    sending = most = 0
+
+    def _deliver(self, message: Any, body: Any) -> None:
+        self.sending += 1
+        self.most = max(self.most, self.sending)
+        time.sleep(0.01)
+        self.sending -= 1
+        super()._deliver(message, body)
+
+
+def test_threads_send_one_report_after_the_other() -> None:
+    """A round has one report of each rank."""
+
+    def function() -> None:
+        threads = [threading.Thread(target=train.report, kwargs={"step": step}) for step in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    worker = Slow()
+    worker.run(function)
+    assert (worker.most, sorted(metrics["step"] for _, metrics, _ in worker.messages)) == (1, [0, 1, 2, 3])
+
+
 def test_detailed_values_are_added_to_reports() -> None:
     worker = Worker()
     worker.run(lambda: train.report(), detailed=True)
