@@ -403,7 +403,33 @@ ROUNDS = "tests/train/test_rounds.py::test_"
 
 @mutant(f"{ROUNDS}the_ranks_wait_for_slow_storage_and_the_driver_does_not")
 def acknowledge_a_report_before_it_is_stored(patch: Patch) -> None:
-    instead("raysgd.train.rounds.FunctionRun._is_stored", lambda self, number: True)(patch)
+    from raysgd.train.rounds import FunctionRun, Round
+
+    original = FunctionRun._close_round
+
+    def close_round(self: FunctionRun, round_: Round) -> None:
+        original(self, round_)
+        self._let_everyone_continue()
+
+    patch.setattr(FunctionRun, "_close_round", close_round)
+
+
+@mutant(f"{ROUNDS}a_rank_waits_until_all_have_reported")
+def acknowledge_a_report_when_it_arrives(patch: Patch) -> None:
+    from raysgd.train.rounds import FunctionRun
+
+    original = FunctionRun.receive
+
+    def receive(self: FunctionRun, message: Any, body: Any, acknowledge: Any) -> None:
+        original(self, message, body)
+        acknowledge()
+
+    patch.setattr(FunctionRun, "receive", receive)
+
+
+@mutant(f"{ROUNDS}a_rank_does_not_wait_for_one_that_has_returned")
+def wait_for_a_rank_that_has_returned(patch: Patch) -> None:
+    instead("raysgd.train.rounds.FunctionRun.note_return", lambda self, rank: None)(patch)
 
 
 @mutant(f"{ROUNDS}slow_storage_delays_no_recovery_and_a_round_is_visible_after_its_checkpoint_is_stored")
@@ -425,10 +451,9 @@ def mix_the_rounds_of_two_attempts(patch: Patch) -> None:
     begin = FunctionRun.begin_attempt
 
     def begin_attempt(self: FunctionRun, world_size: int, nodes: Any = ()) -> Any:
-        old = [list(reports) for reports in self._rounds._waiting]
+        old = self._round
         attempt = begin(self, world_size, nodes)
-        for waiting, reports in zip(self._rounds._waiting, old, strict=False):
-            waiting.extend(reports)
+        self._round._reports |= old._reports
         return attempt
 
     patch.setattr(FunctionRun, "begin_attempt", begin_attempt)
@@ -436,7 +461,7 @@ def mix_the_rounds_of_two_attempts(patch: Patch) -> None:
 
 @mutant(f"{ROUNDS}after_a_mismatch_nothing_is_a_round")
 def show_rounds_after_a_mismatch(patch: Patch) -> None:
-    instead("raysgd.train.rounds.FunctionRun._ignore_reports", lambda self: None)(patch)
+    instead("raysgd.train.rounds.FunctionRun._end_with", lambda self, error: self._fail(error))(patch)
 
 
 @mutant("tests/train/test_run_session.py::test_restore_discards_uncommitted_changes")

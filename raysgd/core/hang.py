@@ -17,6 +17,8 @@ COLLECTIVE_FRAMES = (
     ("torch/nn/parallel/distributed.py", ""),
     ("torch/distributed/_functional_collectives.py", ""),
     ("horovod/torch/mpi_ops.py", ""),
+    # A report of a training function returns when the other ranks have reported, too.
+    ("raysgd/workers/control_client.py", "_is_answered"),
     # The device, which makes NCCL's calls, is behind the host: before each step, a rank waits for its peers here.
     ("raysgd/torch/nccl.py", "wait_for_device"),
     # TensorFlow runs a step as one graph function, which contains the all-reduce.
@@ -28,8 +30,10 @@ LIBRARIES = ("torch/distributed/distributed_c10d.py", "torch/nn/parallel/distrib
 # A collective's frame can call other functions of these packages (logging and timing wrappers). If it calls any other
 # code (a hook in the backward pass), the rank is busy in that code.
 FRAMEWORKS = ("/torch/", "/tensorflow/", "/horovod/")
-# Calls that say nothing about the ranks' order: those between two ranks, and the wait for any call that was made before.
+# Calls that say nothing about the ranks' order: reports, those between two ranks, and the wait for any call that was made
+# before.
 UNORDERED = (
+    "_is_answered",
     "wait_for_device",
     "wait_tensor",
     "send",

@@ -188,8 +188,8 @@ class SnapshotUpload(Message):
 class FunctionReport(Message):
     """A rank sends this in `train.report` ("report") and `train.save_checkpoint` ("checkpoint").
     Body: the pickled metrics, `metrics_size` bytes, then the checkpoint, if there is one. The
-    driver drops those of earlier attempts. The rank continues when it is answered, which is later
-    if the user or the storage is too far behind."""
+    driver drops those of earlier attempts. The rank continues when it is answered: when all ranks
+    have sent theirs, and what they contain is stored."""
 
     kind: Literal["report", "checkpoint"]
     run: int

@@ -40,6 +40,7 @@ class Job:
                  stop at the same step
     is_waiting   whether the ranks wait for the user, or for a transfer that moves, which is not a
                  hang
+    on_return    called with each rank whose call has ended without an error
     needs_state  whether it must find the state with which it began: if all workers fail, it is not
                  made again on an older one
     replaces     whether it replaces the state, which may be undefined then
@@ -55,6 +56,7 @@ class Job:
     prepare: Callable[[], Mapping[str, Any]] = dict
     hurry_s: float | None = None
     is_waiting: Callable[[], bool] = lambda: False
+    on_return: Callable[[int], None] = lambda rank: None
     needs_state: bool = False
     replaces: bool = False
     redo: bool = False
@@ -179,7 +181,7 @@ class FanOut:
                 self._calls.expect(worker, number)
             while self._calls.running and not self._has_waited_for_peers():
                 self._table.pump(TICK_S)
-                self._calls.collect(self._adjust_outcome)
+                self._calls.collect(self._take_outcome)
                 if self._table.clock() >= self._tick_at:  # not after each message, because it looks at every rank
                     self._tick()
                     self._tick_at = self._table.clock() + TICK_S
@@ -232,7 +234,10 @@ class FanOut:
             self._generation.end()  # also after the last step: the next one begins with rank 0's weights on all ranks
             raise
 
-    def _adjust_outcome(self, worker: str, outcome: Outcome) -> Outcome:
+    def _take_outcome(self, worker: str, outcome: Outcome) -> Outcome:
+        """Tell the job who has returned. Return the outcome with what the group knows of it."""
+        if isinstance(outcome, Ok):
+            self._job.on_return(self._workers.index(worker))
         found = self._extra.found
         if worker in found and isinstance(outcome, Interrupted) and not outcome.place.name:
             outcome = replace(outcome, place=found[worker], asked=False)  # a function that was stopped there
@@ -268,6 +273,6 @@ class FanOut:
             began = self._table.clock()
             self._table.pump(TICK_S)
             waited_s += min(self._table.clock() - began, TICK_S)
-            self._calls.collect(self._adjust_outcome)
+            self._calls.collect(self._take_outcome)
         for worker in list(self._calls.running):
             self._table.kill(worker, "worker death", "it did not stop in time when the call was interrupted")

@@ -278,9 +278,10 @@ class FunctionDriver(RunCheckpoints):
                 lead=1,  # a function's steps are checkpoints, which may be hours apart
                 prepare=lambda: self._prepare(started, run),
                 hurry_s=HURRY_S,
-                is_waiting=run.keeps_ranks_waiting,
+                is_waiting=run.waits_for_storage,
+                on_return=run.note_return,
             )
-            run.finish([pickle.loads(value) for value in engine.run(job)[-1].values])
+            run.values = [pickle.loads(value) for value in engine.run(job)[-1].values]
         except TrainingFailedError as failed:
             error = TrainingWorkerError(str(failed))
             error.__cause__ = failed
@@ -329,8 +330,8 @@ class TrainingIterator:
         *,
         record: Callable[[RoundResult], None] = lambda result: None,
     ) -> None:
-        """`record` gets every round before the callbacks do. It alone gets those that are
-        incomplete, and those that were not fetched before a stop."""
+        """`record` gets every round before the callbacks do. It alone gets those that were not
+        fetched before a stop."""
         self._executor, self._callbacks, self._record = executor, callbacks or CallbackList([]), record
         self._finished = False
         self._rounds = self._recoveries = 0
@@ -352,11 +353,11 @@ class TrainingIterator:
         if self._finished:
             return None
         try:
-            while (result := self._executor.fetch_next_round(self._report_recoveries)) is not None:
+            result = self._executor.fetch_next_round(self._report_recoveries)
+            if result is not None:
                 self._record(result)
-                if result.complete:
-                    self._report_round(result)
-                    return result
+                self._report_round(result)
+                return result
             self._results = self._executor.finish_training()
         except BaseException as error:  # of the function, of a callback that stops training, or Ctrl-C
             self._stop(error)

@@ -10,7 +10,8 @@ class OutsideRunError(RaysgdError, ValueError):
 
 
 class ReportMismatchError(RaysgdError, RuntimeError):
-    """The ranks did not make the same calls in the same order, or not equally often."""
+    """The ranks did not make the same calls in the same order, or some have returned without
+    one."""
 
 
 class InactiveWorkerGroupError(NotActiveError):

@@ -72,10 +72,8 @@ class BackendExecutor(FunctionDriver):
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
         """Fetch what every rank reported in the next round; None: the function has ended."""
-        while (result := self.fetch_next_round()) is not None:
-            if result.complete:
-                return result.rows
-        return None
+        result = self.fetch_next_round()
+        return None if result is None else result.rows
 
     def get_next_results(self) -> list[SimpleNamespace] | None:
         """Fetch the next round as results with a `type` and `data`, as in Ray Train 1.x."""

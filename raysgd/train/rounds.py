@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import pickle
 import queue
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -23,9 +24,13 @@ from raysgd.train.job import FunctionJob
 from raysgd.train.session_functions import Attempt
 from raysgd.workers.serialization import dumps
 
+logger = logging.getLogger("raysgd")
+
 DETAILED = "TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS"
-UNSTORED_ROUNDS = 4  # how many rounds the ranks may be ahead of the storage
+LONG_S = 60.0  # for a rank to wait until the others report, before a warning
 CALLS = {"report": "train.report()", "checkpoint": "train.save_checkpoint()"}
+ON_EVERY_RANK = "Call it on every rank, and not under `if world_rank() == 0`"
+WAITS_LONG = "%s within %.0f s. The call returns when every rank has made it. A rank that waits in a collective call never makes it. %s"
 
 
 @dataclass(frozen=True)
@@ -41,45 +46,44 @@ class Report:
 Round = tuple[Report, ...]
 
 
-class Rounds:
-    """Groups one attempt's reports into rounds. Owns those of ranks that are ahead."""
+class OpenRound:
+    """Owns the reports of the round that an attempt is in, and which ranks have returned."""
 
     def __init__(self, world_size: int) -> None:
-        self._waiting: list[deque[Report]] = [deque() for _ in range(world_size)]
+        self._world_size, self._returned = world_size, set[int]()
+        self._reports: dict[int, Report] = {}
 
     def add(self, report: Report) -> Round | None:
-        """Add a report. Return the round that it completes, if it does. Raise ReportMismatchError
-        if another rank made a different call in this round."""
-        mine = self._waiting[report.rank]
-        mine.append(report)
-        same_round = [queue[len(mine) - 1] for queue in self._waiting if len(queue) >= len(mine)]
-        if len({each.kind for each in same_round}) > 1:
-            raise ReportMismatchError(_describe_calls(same_round))
-        if all(self._waiting):
-            return tuple(queue.popleft() for queue in self._waiting)
-        return None
+        """Add a rank's report. If this completes the round, return it, and open the next one."""
+        self._reports[report.rank] = report
+        self._check()
+        if len(self._reports) < self._world_size:
+            return None
+        complete = tuple(self._reports[rank] for rank in range(self._world_size))
+        self._reports = {}
+        return complete
 
-    def incomplete_of(self, rank: int) -> int:
-        """How many rounds in which this rank has reported are incomplete."""
-        return len(self._waiting[rank])
+    def note_return(self, rank: int) -> None:
+        """Note that the function has returned on this rank."""
+        self._returned.add(rank)
+        self._check()
 
-    def take_incomplete(self) -> list[Round]:
-        """Remove and return the rounds that are still incomplete, oldest first."""
-        rounds = []
-        while any(self._waiting):
-            rounds.append(tuple(queue.popleft() for queue in self._waiting if queue))
-        return rounds
-
-    def check_counts(self) -> None:
-        """Raise ReportMismatchError if, at the end, some ranks have reported more often."""
-        more = [rank for rank, queue in enumerate(self._waiting) if queue]
-        if more:
-            fewer = [rank for rank, queue in enumerate(self._waiting) if not queue]
-            kinds = " and ".join(sorted({CALLS[self._waiting[rank][0].kind] for rank in more}))
+    def _check(self) -> None:
+        """Raise ReportMismatchError if the ranks made different calls, or wait for one that has
+        returned."""
+        if len({each.kind for each in self._reports.values()}) > 1:
+            raise ReportMismatchError(_describe_calls(self._reports.values()))
+        missing = self._returned - self._reports.keys()
+        if self._reports and missing:
             raise ReportMismatchError(
-                f"{ranked(more)} called {kinds} more often than {ranked(fewer)}. Every rank must "
-                "call it equally often: do not put it under `if world_rank() == 0`"
+                f"{_describe_each(self._reports.values())}, and the function has returned on {ranked(sorted(missing))} "
+                f"without it. The call returns when every rank has made it. {ON_EVERY_RANK}"
             )
+
+    def describe_wait(self) -> str:
+        """Say which ranks wait for which."""
+        missing = sorted({*range(self._world_size)} - self._reports.keys())
+        return f"{_describe_each(self._reports.values())}, and {ranked(missing)} did not"
 
 
 def checkpoint_of(round_: Round) -> bytes | None:
@@ -87,45 +91,35 @@ def checkpoint_of(round_: Round) -> bytes | None:
     return next((report.checkpoint for report in round_ if report.checkpoint is not None), None)
 
 
-def _describe_calls(reports: list[Report]) -> str:
-    calls = "; ".join(
-        f"{ranked(sorted(r.rank for r in reports if r.kind == kind))} called {call}"
-        for kind, call in CALLS.items()
-        if any(r.kind == kind for r in reports)
-    )
-    return f"the ranks made different calls: {calls}. Every rank must make the same calls in the same order"
+def _describe_calls(reports: Iterable[Report]) -> str:
+    return f"the ranks made different calls: {_describe_each(reports)}. Every rank must make the same calls in the same order"
+
+
+def _describe_each(reports: Iterable[Report]) -> str:
+    """Say which ranks made which call."""
+    ranks = {kind: sorted(each.rank for each in reports if each.kind == kind) for kind in CALLS}
+    return "; ".join(f"{ranked(ranks[kind])} called {call}" for kind, call in CALLS.items() if ranks[kind])
 
 
 @dataclass(frozen=True)
 class RoundResult:
     """A round: the metrics of each rank, its profiler traces, and the number of the newest
-    checkpoint at that time.
-
-    A round is incomplete if the workers failed, or the run ended, before every rank had reported.
-    It has only rank 0's row, and is only recorded, because no attempt will report it again: the
-    checkpoint that goes with it was kept.
-    """
+    checkpoint at that time."""
 
     rows: list[dict[str, Any]]
     traces: list[dict[str, bytes]]
     checkpoint_id: int
-    complete: bool = True
 
 
 class FunctionRun:
-    """Owns the rounds of the current attempt, the queue of complete rounds, the writer that stores
-    checkpoints, and the reports that wait for their acknowledgement.
+    """Owns the open round of the current attempt, the queue of complete rounds, the writer that
+    stores checkpoints, and the ranks that wait in a report.
 
-    Calls `fail` for errors in here, because reports are received while the engine is waiting for
-    the function, and `saved` when there is a new checkpoint: a commit that a worker left before
-    that is an older state.
-
-    A rank continues when its call is acknowledged: when it was received, unless the storage is
-    several rounds behind. So ranks that are in one round wait together: one that continued alone
-    would wait for the others in a collective call, which has a time limit. None waits until its
-    round is complete. If rank 0 alone reports, it would wait for the others, and they for it in
-    their next collective call, until that time limit. As it is, the function ends, and
-    `check_counts` says which ranks have reported more often.
+    A report returns when its round is complete and stored, or its attempt has ended. What an
+    attempt has reported of a round that is not complete then is dropped, and the next attempt
+    reports it again. Calls `fail` for errors in here, because reports are received while the engine
+    is waiting for the function, and `saved` when there is a new checkpoint: a commit that a worker
+    left before that is an older state.
     """
 
     def __init__(
@@ -140,14 +134,12 @@ class FunctionRun:
     ) -> None:
         self.number, self.manager, self.job, self._backend = number, manager, job, backend
         self._fail, self._saved = fail, saved
-        # Rounds that the writer has done, and checkpoints that it has not.
-        self._settled = self._unstored = 0
-        self._waiting: list[tuple[int, Callable[[], None]]] = []  # the number of the round, what acknowledges
-        # For `_waiting` and the numbers above it: the engine's thread and the writer's use them.
-        self._lock = threading.Lock()
+        # What lets each rank of a round continue. Either thread takes it, and `pop` lets only one have it.
+        self._waiting: dict[int, list[Callable[[], None]]] = {}
         self._attempt = 0
         self.reports = self._closed = 0  # rounds: those with metrics, and all
-        self._rounds = Rounds(0)
+        self._round = OpenRound(0)
+        self._warn_at = math.inf
         self._complete: queue.SimpleQueue[RoundResult | None] = queue.SimpleQueue()
         self._writer = BackgroundWriter(fail)
         self.values: list[Any] = []
@@ -156,12 +148,10 @@ class FunctionRun:
     # -- the engine's thread --------------------------------------------------------------------------
 
     def begin_attempt(self, world_size: int, nodes: Sequence[str] = ()) -> Attempt:
-        """Make what the ranks need for the next attempt. Rank 0's newest checkpoint of the last
-        attempt counts, because what the driver received from it is never lost."""
-        self._close_incomplete_rounds()
-        self._let_continue(everyone=True)  # their calls have ended, but not what the function has started
+        """Make what the ranks need for the next attempt."""
+        self._let_everyone_continue()  # their calls have ended, but not what the function has started
         self._attempt += 1
-        self._rounds = Rounds(world_size)
+        self._round, self._warn_at = OpenRound(world_size), math.inf
         shards = self.job.shards(world_size, nodes) if self.job.shards is not None else ()
         return Attempt(
             run=self.number,
@@ -178,101 +168,86 @@ class FunctionRun:
         if (message.run, message.attempt) != (self.number, self._attempt):
             acknowledge()
             return
+        open_round = self._waiting.setdefault(self._closed + 1, [])
+        if not open_round:
+            self._warn_at = time.monotonic() + LONG_S
+        open_round.append(acknowledge)
         try:
             split = message.metrics_size
             metrics = pickle.loads(body[:split])
             if message.kind == "report":
                 metrics = self._backend.decode_data(metrics)
             payload = bytes(memoryview(body)[split:]) if message.has_checkpoint else None
-            number = self._closed + self._rounds.incomplete_of(message.rank) + 1
-            complete = self._rounds.add(Report(message.rank, message.kind, metrics, payload))
+            complete = self._round.add(Report(message.rank, message.kind, metrics, payload))
             if complete is not None:
                 self._close_round(complete)
         except Exception as error:
-            if isinstance(error, ReportMismatchError):
-                self._ignore_reports()  # what follows does not belong together either
-            self._fail(error)
-            acknowledge()
-            return
-        self._let_continue((number, acknowledge))
+            self._end_with(error)
 
-    def finish(self, values: list[Any]) -> None:
-        """Note what the function returned on every rank."""
-        self._rounds.check_counts()
-        self.values = values
+    def note_return(self, rank: int) -> None:
+        """Note that the function has returned on this rank."""
+        try:
+            self._round.note_return(rank)
+        except ReportMismatchError as error:
+            self._end_with(error)
+
+    def _end_with(self, error: Exception) -> None:
+        """End the run, which interrupts the ranks that wait. Ignore all reports that follow."""
+        self._attempt, self._round = -1, OpenRound(0)
+        self._fail(error)
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run: no more rounds follow. Wait until all checkpoints are stored."""
-        try:
-            self._close_incomplete_rounds()
-        except Exception as late:
-            error = error or late
+        self._attempt = -1
         if self.job.shards is not None:
             self.job.shards.close()
         unstored = self._writer.finish()
         self.error = error or unstored
-        self._ignore_reports()
-        self._let_continue(everyone=True)
+        self._let_everyone_continue()
         self._complete.put(None)
 
-    def _ignore_reports(self) -> None:
-        """Let the ranks continue that report from now on, and drop their reports."""
-        self._attempt = -1
-
-    def _close_incomplete_rounds(self) -> None:
-        """Close the rounds that not all ranks have completed, up to the first checkpoint of rank 0:
-        ranks that synchronize in collectives are at most one checkpoint apart, and others must not
-        skip work. Drop the rest, which the next attempt repeats."""
-        by_rank_0 = [each[:1] for each in self._rounds.take_incomplete() if each[0].rank == 0]
-        saved = next((number for number, each in enumerate(by_rank_0, 1) if checkpoint_of(each) is not None), 0)
-        for incomplete in by_rank_0[:saved]:
-            self._close_round(incomplete, complete=False)
-
-    def _close_round(self, round_: Round, *, complete: bool = True) -> None:
+    def _close_round(self, round_: Round) -> None:
         payload, result, number = checkpoint_of(round_), None, 0
         if payload is not None:
             payload = _decode_checkpoint(self._backend, payload)
             number = self.manager.register(payload)
             self._saved()
-            with self._lock:
-                self._unstored += 1
         if round_[0].kind == "report":
             self.reports += 1
             rows = [report.metrics for report in round_]
             traces = [row.pop(TRACES, {}) for row in rows]
-            result = RoundResult(rows, traces, self.manager.latest_id, complete)
-        self._closed += 1
-        settle = partial(self._settle, number, payload, round_[0].metrics, result)
+            result = RoundResult(rows, traces, self.manager.latest_id)
+        self._closed, self._warn_at = self._closed + 1, math.inf
+        settle = partial(self._settle, self._closed, number, payload, round_[0].metrics, result)
         self._writer.put(settle, stores=payload is not None)
 
-    def _settle(self, number: int, payload: bytes | None, metrics: dict[str, Any], result: RoundResult | None) -> None:
-        """Store a round's checkpoint, then make it visible to the user. The writer's thread."""
+    def _settle(
+        self, round_: int, number: int, payload: bytes | None, metrics: dict[str, Any], result: RoundResult | None
+    ) -> None:
+        """Store a round's checkpoint, make the round visible to the user, and let its ranks
+        continue. The writer's thread."""
         if payload is not None:
             self.manager.store(number, payload, metrics)
-        with self._lock:
-            self._settled += 1
-            self._unstored -= payload is not None
         if result is not None:
             self._complete.put(result)
-        self._let_continue()
+        self._let_continue(round_)
 
-    def _let_continue(self, *more: tuple[int, Callable[[], None]], everyone: bool = False) -> None:
-        """Acknowledge the reports that need not wait any more."""
-        with self._lock:
-            self._waiting += more
-            for number, acknowledge in list(self._waiting):
-                if everyone or self._is_stored(number):
-                    acknowledge()
-                    self._waiting.remove((number, acknowledge))  # after it, because Ctrl-C can come between the two
+    def _let_continue(self, round_: int) -> None:
+        for acknowledge in self._waiting.pop(round_, ()):
+            acknowledge()
 
-    def _is_stored(self, number: int) -> bool:
-        return number <= self._settled + UNSTORED_ROUNDS or not self._unstored
+    def _let_everyone_continue(self) -> None:
+        for round_ in list(self._waiting):
+            self._let_continue(round_)
 
-    def keeps_ranks_waiting(self) -> bool:
+    def waits_for_storage(self) -> bool:
         """Whether ranks wait for the storage, which the engine's thread asks several times a
-        second. Storage that takes too long ends the run."""
+        second. Storage that takes too long ends the run. Log that ranks wait long for others."""
         self._writer.check_time()
-        return bool(self._waiting) and self._unstored > 0
+        if time.monotonic() > self._warn_at:
+            self._warn_at = math.inf
+            logger.warning(WAITS_LONG, self._round.describe_wait(), LONG_S, ON_EVERY_RANK)
+        return any(round_ <= self._closed for round_ in list(self._waiting))
 
     # -- the user's thread ----------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import contextlib
 import os
 import pickle
 import platform
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -122,14 +123,15 @@ class Session:
         self._payload = attempt.checkpoint
         self._unpacked: Checkpoint | None = None
         self._reports = attempt.reports
+        self._sending = threading.Lock()  # a round has one report of each rank, and the function may have threads
         self._repeated = 0  # reports that follow, and that the driver has from before
         self._began = self._last = time.time()
 
     # -- reporting ------------------------------------------------------------------------------------
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:
-        """Send metrics, and a checkpoint if there is one. Return when the driver has received them,
-        and neither the user nor the storage is too many rounds behind."""
+        """Send metrics, and a checkpoint if there is one. Return when all ranks have, and the
+        driver has stored it."""
         check_metrics(metrics, of="train.report() cannot report this")
         if self._repeated:
             self._repeated -= 1
@@ -188,7 +190,8 @@ class Session:
         message = FunctionReport(
             kind, self.attempt.run, self.attempt.number, self.rank_info.world_rank, len(head), payload is not None
         )
-        self._control.deliver(message, head if payload is None else b"".join((head, payload)))
+        with self._sending:
+            self._control.deliver(message, head if payload is None else b"".join((head, payload)))
         if payload is not None:
             self._payload, self._unpacked, self._encoded = payload, None, True
             if not self.is_elastic:  # it continues from commits, which all ranks make, also if one reports checkpoints
@@ -337,8 +340,7 @@ def report(metrics: Any = None, checkpoint: Any = None, **values: Any) -> None:
     """Report metrics: `report(loss=0.1)`, or `report({"loss": 0.1}, checkpoint=Checkpoint...)`,
     where `metrics` is a dictionary.
 
-    Every rank must call it equally often. When it returns, the driver has received the report, so
-    that it is not lost if the worker fails.
+    Every rank must call it. It returns when all ranks have called it, and the checkpoint is stored.
     """
     if isinstance(checkpoint, (Mapping, str, os.PathLike)):
         raise TypeError(
@@ -374,7 +376,8 @@ def once(make: Callable[[], Any], name: str | None = None) -> Any:
 
 
 def save_checkpoint(**values: Any) -> None:
-    """Save a checkpoint of these values. Every rank must call it; raysgd keeps rank 0's."""
+    """Save a checkpoint of these values. Every rank must call it; raysgd keeps rank 0's. It returns
+    when all ranks have called it, and the checkpoint is stored."""
     current("save_checkpoint").save_checkpoint(values)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 import raysgd
 from raysgd.core.hang import PACKAGE, RankReport, blocking_ranks, collective_name, describe_rank, is_in_collective
+from raysgd.workers.control_client import ControlClient
 
 WAITS = (
     "/x/torch/autograd/graph.py:824 _engine_run_backward",
@@ -19,6 +20,8 @@ ON_DEVICE = (
     "/x/raysgd/torch/whole_gradients.py:50 check",
     "/u/op.py:3 train_batch",
 )
+waiting = ControlClient._is_answered.__code__
+REPORTS = (f"{waiting.co_filename}:160 {waiting.co_name}", "/u/function.py:3 loop")
 BUSY = ("/u/op.py:9 sleep_forever", "/u/op.py:3 train_batch", "/x/torch/autograd/graph.py:824 _engine_run_backward")
 
 CASES = {
@@ -26,6 +29,7 @@ CASES = {
     "two do not answer": ([None, WAITS, None], [0, 2]),
     "one is outside": ([GATHERS, WAITS, BUSY], [2]),
     "one is outside, and the others wait for their devices": ([ON_DEVICE, BUSY, ON_DEVICE], [1]),
+    "one is outside, and the others wait in a report": ([REPORTS, BUSY, GATHERS], [1]),
     "all wait": ([WAITS, GATHERS], []),
     "no rank waits": ([BUSY, BUSY], []),
     "silence counts before being busy": ([BUSY, None, WAITS], [1]),
@@ -74,6 +78,7 @@ def test_a_collective_call_is_named_by_the_function_that_the_user_calls() -> Non
     waits = (f"{ops}:1300 synchronize", f"{ops}:701 allgather", user)
     assert collective_name(sends) == collective_name(waits) == "allgather"
     assert collective_name((f"{ops}:1300 synchronize", user)) == "synchronize"
+    assert collective_name(REPORTS) == "", "ranks may be in different calls of the function"
 
 
 def test_a_description_has_rank_node_phase_and_stack() -> None:

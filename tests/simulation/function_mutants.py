@@ -10,7 +10,8 @@ import pytest
 
 from raysgd.train.backends import Backend
 from raysgd.train.checkpoint_manager import CheckpointManager
-from raysgd.train.rounds import FunctionRun, Round, RoundResult, Rounds
+from raysgd.train.executor import BackendExecutor
+from raysgd.train.rounds import FunctionRun, OpenRound, Round, RoundResult
 from raysgd.train.session_functions import Attempt, Session
 from tests.simulation.functions import function_plan_for, run_function
 
@@ -43,7 +44,7 @@ def after(owner: Any, name: str, change: Callable[[Any], Any]) -> Callable[[Patc
 
 @mutant
 def show_the_rows_of_a_round_in_another_order(patch: Patch) -> None:
-    after(Rounds, "add", lambda complete: complete and complete[::-1])(patch)
+    after(OpenRound, "add", lambda complete: complete and complete[::-1])(patch)
 
 
 @mutant
@@ -73,11 +74,6 @@ def show_a_round_twice(patch: Patch) -> None:
 
 
 @mutant
-def show_half_a_round_as_a_round(patch: Patch) -> None:
-    after(FunctionRun, "next_round", lambda result: result and replace(result, complete=True))(patch)
-
-
-@mutant
 def accept_reports_of_an_earlier_attempt(patch: Patch) -> None:
     begin, receive = FunctionRun.begin_attempt, FunctionRun.receive
     newest: dict[FunctionRun, Attempt] = {}
@@ -103,26 +99,33 @@ def count_the_reports_of_each_attempt_from_zero(patch: Patch) -> None:
 
 
 @mutant
+def let_a_report_return_before_its_round_is_complete(patch: Patch) -> None:
+    original = FunctionRun.receive
+
+    def receive(self: FunctionRun, message: Any, body: Any, acknowledge: Any) -> None:
+        original(self, message, body)
+        acknowledge()
+
+    patch.setattr(FunctionRun, "receive", receive)
+
+
+@mutant
+def let_a_report_return_before_it_is_stored(patch: Patch) -> None:
+    original = FunctionRun._close_round
+
+    def close_round(self: FunctionRun, round_: Round) -> None:
+        original(self, round_)
+        self._let_everyone_continue()
+
+    patch.setattr(FunctionRun, "_close_round", close_round)
+
+
+@mutant
 def take_waiting_for_the_storage_for_a_hang(patch: Patch) -> None:
-    patch.setattr(FunctionRun, "keeps_ranks_waiting", lambda self: False)
+    patch.setattr(FunctionRun, "waits_for_storage", lambda self: False)
 
 
 # -- checkpoints --------------------------------------------------------------------------------------
-
-
-@mutant
-def drop_the_checkpoints_that_not_all_ranks_have_made(patch: Patch) -> None:
-    after(Rounds, "take_incomplete", lambda rounds: [])(patch)
-
-
-@mutant
-def let_rank_0s_last_checkpoint_count_instead_of_its_first(patch: Patch) -> None:
-    def last_only(rounds: list[Round]) -> list[Round]:
-        bare = [tuple(replace(each, checkpoint=None) for each in round_) for round_ in rounds]
-        last = max((number for number, round_ in enumerate(rounds) if round_[0].checkpoint is not None), default=0)
-        return [*bare[:last], *rounds[last:]]
-
-    after(Rounds, "take_incomplete", last_only)(patch)
 
 
 @mutant
@@ -162,8 +165,8 @@ def keep_one_checkpoint_too_many(patch: Patch) -> None:
 
 @mutant
 def return_the_results_in_another_order(patch: Patch) -> None:
-    original = FunctionRun.finish
-    patch.setattr(FunctionRun, "finish", lambda self, values: original(self, values[::-1]))
+    original = BackendExecutor.finish_training
+    patch.setattr(BackendExecutor, "finish_training", lambda self: original(self)[::-1])
 
 
 @mutant

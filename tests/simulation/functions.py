@@ -35,6 +35,7 @@ from raysgd.train import (
     worker_group,
 )
 from raysgd.train.backends import Backend, BackendConfig
+from raysgd.train.checkpoint_manager import CheckpointManager
 from raysgd.train.executor import BackendExecutor
 from raysgd.workers.events import MessageReceived
 from tests.simulation.checker import Checker, Violation
@@ -98,7 +99,7 @@ class FunctionResult:
 @dataclass
 class Attempt:
     """What the ranks of one generation did: where they began, and their last steps, by rank, in reports and in saves: those
-    that were begun, and those that the driver had acknowledged."""
+    that were begun, and those that have returned."""
 
     size: int
     resumed: int
@@ -108,6 +109,10 @@ class Attempt:
     def by_all(self, of: dict[tuple[str, int], int], what: str) -> int:
         """Return the last step that all ranks have reached."""
         return min(of.get((what, rank), self.resumed) for rank in range(self.size))
+
+    def by_any(self, of: dict[tuple[str, int], int], what: str) -> int:
+        """Return the last step that any rank has reached."""
+        return max(of.get((what, rank), self.resumed) for rank in range(self.size))
 
 
 class FunctionChecker(Checker):
@@ -125,7 +130,6 @@ class FunctionChecker(Checker):
         """Note that a run begins, from the checkpoint of this step."""
         self.attempts: dict[int, Attempt] = {}
         self.seen: list[tuple[int, int]] = []
-        self._incomplete: set[int] = set()
         self.saved_at_least = self.saved_at_most = self.resumed = resumed
 
     # -- the function ---------------------------------------------------------------------------------
@@ -140,8 +144,8 @@ class FunctionChecker(Checker):
                 self._settle(self.attempts[number])
             if not self.saved_at_least <= resumed <= self.saved_at_most:
                 self.fail(
-                    f"generation {generation} begins from the checkpoint of step {resumed}, and that of {self.saved_at_least} was "
-                    f"acknowledged, that of {self.saved_at_most} was the newest that may count"
+                    f"generation {generation} begins from the checkpoint of step {resumed}, and the save of {self.saved_at_least} "
+                    f"had returned, that of {self.saved_at_most} was the newest that may count"
                 )
             self.attempts[generation] = Attempt(size, resumed)
             self.saved_at_least = self.saved_at_most = resumed
@@ -151,23 +155,30 @@ class FunctionChecker(Checker):
         return attempt
 
     def _settle(self, attempt: Attempt) -> None:
-        """Note which checkpoints of an attempt that has ended may count: those that all ranks have made, and then rank 0's first."""
-        self.saved_at_least = max(self.saved_at_least, self._newest(attempt, attempt.done))
-        self.saved_at_most = max(self.saved_at_most, self._newest(attempt, attempt.begun))
+        """Note which checkpoints of an attempt that has ended may count: those that all ranks have begun to make. Those count
+        with which one rank was done."""
+        self.saved_at_least = max(self.saved_at_least, attempt.by_any(attempt.done, "save"))
+        self.saved_at_most = max(self.saved_at_most, attempt.by_all(attempt.begun, "save"))
 
-    def _newest(self, attempt: Attempt, of: dict[tuple[str, int], int]) -> int:
-        by_all, by_rank_0 = attempt.by_all(of, "save"), of.get(("save", 0), attempt.resumed)
-        later = [step for step in range(by_all + 1, by_rank_0 + 1) if self.plan.saved(step)]
-        saved = [step for step in range(attempt.resumed + 1, by_all + 1) if self.plan.saved(step)]
-        return later[0] if later else max(saved, default=attempt.resumed)
+    def returns(self, worker: Worker, attempt: Attempt, what: str, manager: CheckpointManager) -> None:
+        """Check, when a report or a save returns on a rank, that all have made it, and that its checkpoint is stored."""
+        rank, at = train.world_rank(), manager.latest_id
+        if worker.lost or worker.given_up:
+            return  # no caller waits for it any more
+        step = attempt.done[what, rank] = attempt.begun[what, rank]
+        if attempt.by_all(attempt.begun, what) < step:
+            self.fail(f"the {what} of step {step} returned on rank {rank}, and others had not made it: {attempt.begun}")
+        stored = [each.number for each in manager.stored]
+        if what == "save" and self.plan.keeps != 0 and at not in stored:
+            self.fail(f"the save of step {step} returned on rank {rank}, and of {at} checkpoints, {stored} were stored")
 
     # -- the user -------------------------------------------------------------------------------------
 
-    def sees(self, rows: list[dict[str, Any]], *, complete: bool) -> None:
-        """Check a round that the user gets, or one of rank 0 that is only recorded."""
+    def sees(self, rows: list[dict[str, Any]]) -> None:
+        """Check a round that the user gets."""
         found = [(row["generation"], row["step"], row["rank"], row["size"]) for row in rows]
         generation, step, _, size = found[0]
-        if found != [(generation, step, rank, size) for rank in range(size if complete else 1)]:
+        if found != [(generation, step, rank, size) for rank in range(size)]:
             self.fail(f"a round of the steps, ranks and sizes {found}")
         count = [row["_training_iteration"] for row in rows]
         if set(count) != {len(self.seen) + 1}:
@@ -175,23 +186,21 @@ class FunctionChecker(Checker):
         before = self.seen[-1] if self.seen else (0, 0)
         resumed = self.attempts[generation].resumed
         expected = before[1] + 1 if generation == before[0] else resumed + 1
-        if step != expected or generation < before[0] or step in self._incomplete:
+        if step != expected or generation < before[0]:
             self.fail(
                 f"after {self.seen[-3:]} (generation, step), the user sees step {step} of generation {generation}"
             )
-        if not complete:
-            self._incomplete.add(step)
         self.seen.append((generation, step))
 
     def ended(self) -> None:
-        """Check, when a run has ended, that the user has seen each round that was acknowledged to all ranks."""
+        """Check, when a run has ended, that the user has seen each round of which a report has returned."""
         super().ended()
         seen = set(self.seen)
         for generation, attempt in self.attempts.items():
-            for step in range(attempt.resumed + 1, attempt.by_all(attempt.done, "report") + 1):
+            for step in range(attempt.resumed + 1, attempt.by_any(attempt.done, "report") + 1):
                 if (generation, step) not in seen:
                     self.fail(
-                        f"step {step} of generation {generation} was acknowledged to all ranks, and not shown: {self.seen}"
+                        f"the report of step {step} of generation {generation} has returned, and is not in {self.seen}"
                     )
 
     def returned_from_run(self, values: list[Any]) -> None:
@@ -488,7 +497,7 @@ class FunctionScript:
             attempt.begun[what, rank] = step
         train.report(row, checkpoint=Checkpoint.from_dict({"step": step}) if mine else None)
         for what in ("report", "save") if with_report else ("report",):
-            attempt.done[what, rank] = step
+            self._returns(worker, attempt, what)
         worker.point("reported")
 
     def _save(self, worker: Worker, attempt: Attempt, step: int) -> None:
@@ -496,8 +505,13 @@ class FunctionScript:
         worker.point("save")
         attempt.begun["save", rank] = step
         train.save_checkpoint(step=step)
-        attempt.done["save", rank] = step
+        self._returns(worker, attempt, "save")
         worker.point("saved")
+
+    def _returns(self, worker: Worker, attempt: Attempt, what: str) -> None:
+        manager = self.executor.checkpoint_manager
+        assert manager is not None
+        self.checker.returns(worker, attempt, what, manager)
 
     # -- the script -----------------------------------------------------------------------------------
 
@@ -580,7 +594,7 @@ class FunctionScript:
         if result is None:
             self._ended = True
             return False
-        self.checker.sees(result.rows, complete=result.complete)
+        self.checker.sees(result.rows)
         return True
 
     def _check_storage(self, directory: Path) -> None:

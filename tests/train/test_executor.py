@@ -20,7 +20,6 @@ from raysgd.train import (
     TrainingWorkerError,
     WorkerGroup,
 )
-from raysgd.train.rounds import RoundResult
 from raysgd.train.session import TrainingResultType
 
 
@@ -272,13 +271,6 @@ def test_a_worker_group_without_a_trainer(ray_cluster: None) -> None:
     group.shutdown(patience_s=0)
     with pytest.raises(RuntimeError, match="not active"):
         group.execute(os.getpid)
-
-
-def test_only_complete_rounds_are_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds = [RoundResult([{"step": 0}], [{}], -1, complete=False), RoundResult([{"step": 1}] * 2, [{}] * 2, -1), None]
-    monkeypatch.setattr(BackendExecutor, "fetch_next_round", lambda self: rounds.pop(0))
-    executor = BackendExecutor(BackendConfig(), num_workers=2)
-    assert [executor.fetch_next_result(), executor.fetch_next_result()] == [[{"step": 1}] * 2, None]
 
 
 def test_the_executor_has_the_names_of_early_versions(executor: BackendExecutor) -> None:

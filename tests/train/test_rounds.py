@@ -1,10 +1,11 @@
-"""The driver's side of a run: rounds that are incomplete when workers fail, and storage that is slow, fails or hangs.
+"""The driver's side of a run: ranks that wait for each other, and storage that is slow, fails or hangs.
 
 tests/simulation has the rounds of complete and repeated attempts."""
 
 import pickle
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import pytest
 from raysgd.callbacks.base import TRACES
 from raysgd.core.messages import FunctionReport
 from raysgd.errors import CheckpointError
-from raysgd.train import Backend, ReportMismatchError, checkpoint_manager
+from raysgd.train import Backend, ReportMismatchError, checkpoint_manager, rounds
 from raysgd.train.checkpoint_manager import CheckpointManager
 from raysgd.train.job import FunctionJob
-from raysgd.train.rounds import UNSTORED_ROUNDS, FunctionRun
+from raysgd.train.rounds import FunctionRun
+from tests.faults import until
 
 
 class Driver:
@@ -49,6 +51,14 @@ class Driver:
         return None if found is None else found.to_dict()["epoch"]
 
 
+def rows_of(driver: Driver) -> list[Any]:
+    """Return the rows of the rounds of a run that has ended."""
+    found = []
+    while (result := driver.run.next_round(0)) is not None:
+        found.append(result.rows)
+    return found
+
+
 @pytest.fixture
 def driver(tmp_path: Path) -> Iterator[Driver]:
     made = Driver(tmp_path)
@@ -56,22 +66,13 @@ def driver(tmp_path: Path) -> Iterator[Driver]:
     made.run.close()
 
 
-def fetched(driver: Driver) -> list[tuple[Any, bool]]:
-    """Return the rounds of a run that has ended, and whether each is complete."""
-    rounds = []
-    while (result := driver.run.next_round(0)) is not None:
-        rounds.append((result.rows, result.complete))
-    return rounds
-
-
-def test_a_row_of_rank_0_that_nobody_will_repeat_is_recorded(driver: Driver) -> None:
+def test_a_round_that_is_not_complete_is_reported_again(driver: Driver) -> None:
     driver.report(0, step=0)
-    driver.report(0, checkpoint={"epoch": 0})
-    driver.report(0, step=1)
     driver.attempt = driver.run.begin_attempt(1)
-    assert (driver.attempt.reports, driver.latest()) == (1, 0)
+    assert (driver.attempt.reports, driver.went_on) == (0, [(0, 0)])
+    driver.report(0, step=0)
     driver.run.close()
-    assert fetched(driver) == [([{"step": 0}], False)]
+    assert rows_of(driver) == [[{"step": 0}]]
 
 
 def test_profiler_traces_are_in_no_row(driver: Driver) -> None:
@@ -89,14 +90,47 @@ def test_after_a_mismatch_nothing_is_a_round(driver: Driver) -> None:
     driver.report(1, step=0)
     assert isinstance(driver.failed[0], ReportMismatchError)
     driver.run.close()
-    assert fetched(driver) == []
+    assert rows_of(driver) == []
     assert (len(driver.failed), driver.latest()) == (1, None)
 
 
-def test_a_rank_waits_neither_for_the_user_nor_for_other_ranks(driver: Driver) -> None:
-    for step in range(9):
-        driver.report(0, step=step)
-    assert driver.went_on == [(0, step) for step in range(9)] and not driver.run.keeps_ranks_waiting()
+def test_a_rank_waits_until_all_have_reported(driver: Driver) -> None:
+    driver.report(0, step=0)
+    assert driver.went_on == [] and not driver.run.waits_for_storage()
+    driver.report(1, step=0)
+    assert driver.run.next_round(60) is not None
+    for _ in until(lambda: len(driver.went_on) == 2):
+        time.sleep(0.01)
+    assert driver.went_on == [(0, 0), (1, 0)]
+
+
+RETURNED = (
+    "rank 0 called train.report(), and the function has returned on rank 1 without it. The call returns when every rank has made "
+    "it. Call it on every rank, and not under `if world_rank() == 0`"
+)
+
+
+@pytest.mark.parametrize("returns_first", [True, False])
+def test_a_rank_does_not_wait_for_one_that_has_returned(driver: Driver, returns_first: bool) -> None:
+    for returns in (returns_first, not returns_first):
+        driver.run.note_return(1) if returns else driver.report(0, step=0)
+    (error,) = driver.failed
+    assert isinstance(error, ReportMismatchError) and str(error) == RETURNED
+    assert driver.went_on == [], "it is interrupted"
+    driver.run.note_return(0)
+    assert driver.failed == [error]
+
+
+def test_who_waits_long_for_whom_is_logged_once(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rounds, "LONG_S", -1.0)
+    driver.report(1, checkpoint={"epoch": 0})
+    for _ in range(2):
+        driver.run.waits_for_storage()
+    (line,) = caplog.messages
+    assert line.startswith("rank 1 called train.save_checkpoint(), and rank 0 did not within")
+    assert line.endswith("Call it on every rank, and not under `if world_rank() == 0`")
 
 
 class SlowStorage(CheckpointManager):
@@ -137,11 +171,10 @@ def test_slow_storage_delays_no_recovery_and_a_round_is_visible_after_its_checkp
 
 def test_who_waits_when_the_workers_fail_waits_no_longer(tmp_path: Path) -> None:
     driver, manager = with_slow_storage(tmp_path)
-    for epoch in range(UNSTORED_ROUNDS + 1):
-        driver.report(0, checkpoint={"epoch": epoch}, step=epoch)
-    assert len(driver.went_on) == UNSTORED_ROUNDS
+    driver.report(0, checkpoint={"epoch": 0}, step=0)
+    assert driver.went_on == []
     driver.run.begin_attempt(1)
-    assert len(driver.went_on) == UNSTORED_ROUNDS + 1
+    assert driver.went_on == [(0, 0)]
     driver.report(0, step=9)  # late, of the first attempt
     assert driver.went_on[-1] == (0, 9)
     manager.allowed.set()
@@ -161,15 +194,14 @@ def test_an_error_of_the_storage_ends_the_run(tmp_path: Path) -> None:
 
 def test_the_ranks_wait_for_slow_storage_and_the_driver_does_not(tmp_path: Path) -> None:
     driver, manager = with_slow_storage(tmp_path)
-    for epoch in range(6):
-        assert not driver.run.keeps_ranks_waiting() or epoch > UNSTORED_ROUNDS
-        driver.report(0, checkpoint={"epoch": epoch}, step=epoch)
-    assert driver.went_on == [(0, epoch) for epoch in range(UNSTORED_ROUNDS)] and driver.run.keeps_ranks_waiting()
-    assert driver.latest() == 5, "all were received"
+    assert not driver.run.waits_for_storage()
+    driver.report(0, checkpoint={"epoch": 0}, step=0)
+    assert driver.went_on == [] and driver.run.waits_for_storage()
+    assert driver.latest() == 0, "it was received"
     manager.allowed.set()
     driver.run.close()
-    assert len(driver.went_on) == 6
-    assert len(list(tmp_path.iterdir())) == 6
+    assert driver.went_on == [(0, 0)] and not driver.run.waits_for_storage()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_000001"]
 
 
 def test_a_run_does_not_wait_forever_for_storage_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

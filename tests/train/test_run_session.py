@@ -37,6 +37,34 @@ def test_report_accepts_a_dict_or_keywords() -> None:
     assert [payload and payload["epoch"] for _, _, payload in worker.messages] == [None, None, 3, None]
 
 
+class Slow(FunctionRank):
+    """Notes how many reports are sent at the same time."""
+
+    sending = most = 0
+
+    def _deliver(self, message: Any, body: Any) -> None:
+        self.sending += 1
+        self.most = max(self.most, self.sending)
+        time.sleep(0.01)
+        self.sending -= 1
+        super()._deliver(message, body)
+
+
+def test_threads_send_one_report_after_the_other() -> None:
+    """A round has one report of each rank."""
+
+    def function() -> None:
+        threads = [threading.Thread(target=train.report, kwargs={"step": step}) for step in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    worker = Slow()
+    worker.run(function)
+    assert (worker.most, sorted(metrics["step"] for _, metrics, _ in worker.messages)) == (1, [0, 1, 2, 3])
+
+
 def test_detailed_values_are_added_to_reports() -> None:
     worker = Worker()
     worker.run(lambda: train.report(), detailed=True)
@@ -353,8 +381,7 @@ def test_a_checkpoint_of_one_rank_is_no_boundary_between_commits() -> None:
         state = train.elastic({"batch": 0})
         for _ in range(2):
             state.commit()
-            if train.world_rank() == 0:
-                train.report({}, checkpoint=train.Checkpoint.from_dict({}))
+            train.report({}, checkpoint=train.Checkpoint.from_dict({}) if train.world_rank() == 0 else None)
 
     ranks = [FunctionRank(rank, 2) for rank in range(2)]
     for rank in ranks:
