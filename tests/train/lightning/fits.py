@@ -100,6 +100,9 @@ class Recorded(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        continuation = getattr(self.trainer.strategy, "continuation", None)
+        if continuation is not None and not continuation.committing:
+            self.fault("save", self.trainer.global_step)
         checkpoint["record"] = {name: list(getattr(self, name)) for name in RECORD}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -167,6 +170,9 @@ def trainer_of(config: dict[str, Any]) -> pl.Trainer:
     stopping = [EarlyStopping("val_loss", min_delta=9.0, patience=config["patience"])] if "patience" in config else []
     settings["callbacks"] = [Ledger(), *([RayTrainReportCallback()] if config.get("reports") else []), *stopping]
     settings["callbacks"] += [pl.callbacks.EMAWeightAveraging()] if config.get("averages") else []
+    if config.get("best"):
+        best = pl.callbacks.ModelCheckpoint(Path(config["marks"], "best"), monitor="val_loss")
+        settings |= {"enable_checkpointing": True, "callbacks": [*settings["callbacks"], best]}
     settings |= config.get("trainer", {})
     if config.get("plain"):
         strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment())
@@ -195,8 +201,10 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("around"):
         trainer.validate(module, held_out, verbose=False)
     weights = {name: value.clone() for name, value in module.state_dict().items()}
+    saved = trainer.checkpoint_callback
+    best = (Path(saved.best_model_path).name, saved.best_model_score.item()) if config.get("best") else ("", 0.0)
     record = {name: getattr(module, name) for name in RECORD}
-    return {**record, "weights": weights, "steps": trainer.global_step, "world": trainer.world_size}
+    return {**record, "weights": weights, "best": best, "steps": trainer.global_step, "world": trainer.world_size}
 
 
 def assert_equal(found: dict[str, Any], undisturbed: dict[str, Any], *, within: float = 1e-6) -> None:
@@ -206,5 +214,7 @@ def assert_equal(found: dict[str, Any], undisturbed: dict[str, Any], *, within: 
     assert [step for step, _ in found["validations"]] == [step for step, _ in undisturbed["validations"]]
     for (_, loss), (_, expected) in zip(found["validations"], undisturbed["validations"], strict=True):
         assert abs(loss - expected) <= within
+    assert found["best"][0] == undisturbed["best"][0]
+    assert abs(found["best"][1] - undisturbed["best"][1]) <= within
     for name, value in undisturbed["weights"].items():
         assert (found["weights"][name] - value).abs().max() <= within, name
