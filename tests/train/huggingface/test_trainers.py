@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ import torch
 
 from raysgd import ElasticConfig
 from raysgd.train import Trainer
-from tests.faults import Fault, until
+from tests.faults import Fault, kill_after
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.elastic
@@ -45,14 +44,14 @@ class Group:
         if len(self.trainer.worker_group) < self.count:
             self.trainer.run(until_complete, {"count": self.count})
 
-    def train(self, kills: Sequence[tuple[int, int, float]] = (), **config: Any) -> dict[str, Any]:
+    def train(self, kills: Sequence[tuple[int, float, int]] = (), **config: Any) -> dict[str, Any]:
         """Train a Hugging Face Trainer. Return rank 0's result, whose weights the other ranks have, too."""
         from tests.train.huggingface.small import train_func
 
         marks = self.folder / f"marks{len(list(self.folder.iterdir()))}"
         marks.mkdir(parents=True)
         given = {"folder": str(marks / "out"), "marks": str(marks), **config}
-        killers = [threading.Thread(target=kill, args=(marks, *each)) for each in kills]
+        killers = [threading.Thread(target=kill_after, args=(*each, marks)) for each in kills]
         for killer in killers:
             killer.start()
         first, *others = self.trainer.run(train_func, given)
@@ -271,19 +270,11 @@ def test_two_kills_at_any_time(trio: Group, seed: int) -> None:
         UNDISTURBED["random"] = trio.train(**config)
     draw, before = random.Random(seed), len(trio.trainer.recoveries)
     processes = draw.sample(trio.trainer.worker_group.execute(os.getpid), 2)
-    kills = [(process, draw.randint(1, 30), draw.uniform(0, 0.1)) for process in processes]
+    kills = [(draw.randint(1, 30), draw.uniform(0, 0.1), process) for process in processes]
     found = trio.train(kills=kills, **config)
     assert "worker death" in {each.reason for each in trio.trainer.recoveries[before:]}
     assert_each_sample_once(found, 187, epochs=3)
     assert_continued(found, UNDISTURBED["random"])
-
-
-def kill(marks: Path, process: int, steps: int, seconds: float) -> None:
-    """Kill the process some time after all ranks together have done so many steps."""
-    for _ in until(lambda: len(list(marks.glob("step-*"))) >= steps):
-        time.sleep(0.002)
-    time.sleep(seconds)
-    os.kill(process, signal.SIGKILL)
 
 
 def accelerated(config: dict[str, Any]) -> dict[str, Any]:

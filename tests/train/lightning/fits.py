@@ -123,7 +123,10 @@ class Data(pl.LightningDataModule):
 
 
 class Ledger(pl.Callback):
-    """Notes in the module which samples all ranks have used in each step."""
+    """Notes in the module which samples all ranks have used in each step, and makes a file in `marks` for it."""
+
+    def __init__(self, marks: Path | None) -> None:
+        self.marks = marks
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         last = batch_idx + 1 == trainer.num_training_batches
@@ -135,6 +138,8 @@ class Ledger(pl.Callback):
         pl_module.samples.append(sorted(each for window in everybody for each in window))
         pl_module.rates.append(pl_module.optimizers().param_groups[0]["lr"])
         pl_module.window = []
+        if self.marks is not None:
+            Path(self.marks, f"step{time.time()}").touch()
 
 
 def fault_of(config: dict[str, Any], harm: Callable[[int], None]) -> Fault:
@@ -168,7 +173,11 @@ def trainer_of(config: dict[str, Any]) -> pl.Trainer:
     """Return Lightning's Trainer, prepared for raysgd, or with `plain` as in a script that torchrun runs."""
     settings: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "accelerator": "cpu", **QUIET}
     stopping = [EarlyStopping("val_loss", min_delta=9.0, patience=config["patience"])] if "patience" in config else []
-    settings["callbacks"] = [Ledger(), *([RayTrainReportCallback()] if config.get("reports") else []), *stopping]
+    settings["callbacks"] = [
+        Ledger(Path(config["marks"]) if config.get("counted") else None),
+        *([RayTrainReportCallback()] if config.get("reports") else []),
+        *stopping,
+    ]
     settings["callbacks"] += [pl.callbacks.EMAWeightAveraging()] if config.get("averages") else []
     if config.get("best"):
         best = pl.callbacks.ModelCheckpoint(Path(config["marks"], "best"), monitor="val_loss")

@@ -1,7 +1,6 @@
 """Lightning's Trainer on workers that are killed: the samples, rates and validations of each step equal those of an undisturbed run, and
 the weights within the rounding of another order of sums."""
 
-import math
 import os
 import random
 import signal
@@ -18,6 +17,7 @@ pytest.importorskip("lightning")
 
 from raysgd import ElasticConfig, train
 from raysgd.train import Trainer
+from tests.faults import kill_after
 from tests.train.lightning.fits import assert_equal, fit
 
 pytestmark = pytest.mark.elastic
@@ -49,27 +49,21 @@ class Run:
         self.trainer = Trainer("torch", num_workers=WORKERS, logdir=folder / "logs", max_retries=-1, elastic=elastic)
         self.trainer.start(imports_of_a_fit)
         self.recoveries: list[Any] = []
-        self.seconds: dict[str, float] = {}  # of the quickest fit with these settings
 
     def fit(
-        self, settings: dict[str, Any], *faults: tuple[int, int, str], kills: Sequence[threading.Timer] = ()
+        self, settings: dict[str, Any], *faults: tuple[int, int, str], kills: Sequence[tuple[int, float, int]] = ()
     ) -> dict[str, Any]:
         """Fit on all workers, with the faults and kills. Return rank 0's record; all ranks have the same."""
         self.complete()
         before = len(self.trainer.recoveries)
         marks = self._folder / str(time.time())
         marks.mkdir()
-        began = time.monotonic()
-        for each in kills:
-            each.start()
-        try:
-            results = self.trainer.run(fit, {**settings, "faults": faults, "marks": str(marks)})
-        finally:
-            for each in kills:
-                each.cancel()
-                each.join()
-        key = repr(settings)
-        self.seconds[key] = min(self.seconds.get(key, math.inf), time.monotonic() - began)
+        killers = [threading.Thread(target=kill_after, args=(*each, marks)) for each in kills]
+        for killer in killers:
+            killer.start()
+        results = self.trainer.run(fit, {**settings, "faults": faults, "marks": str(marks), "counted": bool(kills)})
+        for killer in killers:
+            killer.join()
         self.recoveries = self.trainer.recoveries[before:]
         for result in results[1:]:
             assert_equal(result, results[0], within=0)
@@ -157,10 +151,6 @@ def test_a_preemption_notice_reaches_raysgd(shared: Run) -> None:
 def test_two_kills_at_any_time(shared: Run, seed: int) -> None:
     draw, settings = random.Random(seed), {"size": 187, "trainer": {"max_epochs": 6}}
     undisturbed, processes = shared.undisturbed(settings), shared.complete()
-    moments = [draw.uniform(0, shared.seconds[repr(settings)]) for _ in range(2)]
-    kills = [
-        threading.Timer(moment, os.kill, (process, signal.SIGKILL))
-        for moment, process in zip(moments, draw.sample(processes, 2), strict=True)
-    ]
+    kills = [(draw.randint(1, 45), draw.uniform(0, 0.1), process) for process in draw.sample(processes, 2)]
     assert_equal(shared.fit(settings, kills=kills), undisturbed)
     assert shared.recoveries, "a kill has happened"
