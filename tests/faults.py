@@ -76,6 +76,14 @@ def once(mark: Path) -> bool:
     return True
 
 
+def kill_after(steps: int, seconds: float, process: int, marks: Path) -> None:
+    """Kill the process some time after all ranks together have made so many files for their steps."""
+    for _ in until(lambda: len(list(marks.glob("step*"))) >= steps):
+        time.sleep(0.002)
+    time.sleep(seconds)
+    os.kill(process, signal.SIGKILL)
+
+
 def until(done: Callable[[], bool], within_s: float = 120.0) -> Iterator[None]:
     """Yield until `done()`: for loops that wait for something. Fail after `within_s` seconds."""
     end = time.monotonic() + within_s

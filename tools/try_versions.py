@@ -31,7 +31,7 @@ class Combination(NamedTuple):
 
 COMBINATIONS = {
     "oldest": Combination(
-        "3.10", ("torch==2.10.0", "ray==2.40.0", "lightning==2.5.0", "transformers==4.57.0", "accelerate==1.3.0")
+        "3.10", ("torch==2.10.0", "ray==2.40.0", "lightning==2.5.0", "transformers==4.57.1", "accelerate==1.3.0")
     ),
     "newest": Combination("3.13", ("torch", "ray", "lightning", "transformers", "accelerate")),
 }

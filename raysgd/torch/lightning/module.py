@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 
 from raysgd.config import Exclusions, refuse
 from raysgd.errors import ConfigError
+from raysgd.torch.packages import check_version
 from raysgd.torch.settings import TorchSettings
 
 PACKAGES = ("lightning", "pytorch_lightning")
@@ -57,10 +57,7 @@ def lightning_base(module_cls: Any) -> type:
             f"from_ptl takes a subclass of LightningModule, got {module_cls.__name__}. To install Lightning: "
             "pip install 'raysgd[lightning]'"
         )
-    package = each.__module__.split(".")[0]
-    version = str(getattr(sys.modules[package], "__version__", "2"))
-    if int(version.split(".")[0]) < 2:
-        raise ConfigError(f"from_ptl needs {package} 2.1 or newer, and {version} is installed: upgrade it")
+    check_version(each.__module__.split(".")[0], extra="lightning")
     return each
 
 

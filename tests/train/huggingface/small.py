@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, default_collate
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    EarlyStoppingCallback,
     LlamaConfig,
     LlamaForCausalLM,
     PrinterCallback,
@@ -120,6 +121,17 @@ def arguments(folder: str, **given: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=folder, **{**usual, **given})
 
 
+# Stops early, and ends with the best model.
+STOPPING = {"num_train_epochs": 20, "eval_steps": 5, "save_strategy": "steps", "save_steps": 5, "save_total_limit": 2}
+STOPPING |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_entropy", "greater_is_better": False}
+
+
+def entropy(found: Any) -> dict[str, float]:
+    """Return a mean over all samples, which does not depend on the number of workers, as an evaluation's loss does."""
+    logits, labels = torch.as_tensor(found.predictions), torch.as_tensor(found.label_ids)
+    return {"entropy": float(nn.functional.cross_entropy(logits, labels))}
+
+
 class Recording(Trainer):  # type: ignore[misc]
     """Fires the faults, and gathers the samples of each step."""
 
@@ -200,6 +212,8 @@ def make_trainer(config: dict[str, Any]) -> Recording:
         data["optimizer_cls_and_kwargs"] = config["optimizer"], {"lr": args.learning_rate}
     if config.get("own_loss"):
         data |= {"compute_loss_func": loss_of, "data_collator": without_labels}
+    if "patience" in config:
+        data |= {"callbacks": [EarlyStoppingCallback(config["patience"])], "compute_metrics": entropy}
     trainer = Recording(model=make_model(kind, config.get("dropout", 0.0)), args=args, **data)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Ledger(trainer, config.get("pause_s", 0.0), config.get("ranks", 99)))
@@ -215,6 +229,8 @@ def result_of(trainer: Recording) -> dict[str, Any]:
         "rates": [(each["step"], each["learning_rate"]) for each in trainer.state.log_history if "loss" in each],
         "evaluations": [(each["step"], each["eval_loss"]) for each in trainer.state.log_history if "eval_loss" in each],
         "step": trainer.state.global_step,
+        "best": (trainer.state.best_global_step, trainer.state.best_metric),
+        "files": sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")),
         "epoch": trainer.state.epoch,
         "ranks": int(os.environ.get("WORLD_SIZE", 1)),
     }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from raysgd import train
 from raysgd.train import Checkpoint
@@ -17,7 +17,16 @@ from raysgd.train.huggingface.elastic import PartSampler
 from raysgd.train.huggingface.transformers import Elastic, RayTrainReportCallback, prepare_trainer
 from raysgd.train.huggingface.windows import Windows
 from tests.replicas import FunctionRank, Interrupted
-from tests.train.huggingface.small import MeanLoss, Tokens, arguments, make_model, make_trainer, result_of, train_func
+from tests.train.huggingface.small import (
+    STOPPING,
+    MeanLoss,
+    Tokens,
+    arguments,
+    make_model,
+    make_trainer,
+    result_of,
+    train_func,
+)
 
 DROPOUT = {"kind": "bert", "dropout": 0.1, "samples": 48}
 
@@ -97,23 +106,27 @@ def test_it_is_stopped_once(rank: FunctionRank, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(("where", "step"), [("evaluation", 10), ("end", 0)])
 def test_early_stopping_and_the_best_model(rank: FunctionRank, tmp_path: Path, where: str, step: int) -> None:
     """At the end, the weights are already those of the best model, and the last commit has the newest ones."""
-    usual = {"num_train_epochs": 20, "eval_steps": 5, "save_strategy": "steps", "save_steps": 5, "save_total_limit": 2}
-    usual |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
-
-    def function(name: str, on_place: Any = None) -> tuple[dict[str, Any], Any]:
-        folder = tmp_path / name
-        trainer = make_trainer({"kind": "mean", "samples": 64, "folder": str(folder), "arguments": usual})
-        trainer.on_place = on_place or trainer.on_place
-        trainer.add_callback(EarlyStoppingCallback(2))
-        prepare_trainer(trainer).train()
-        files = sorted(path.name for path in folder.iterdir())
-        return result_of(trainer), (trainer.state.best_global_step, trainer.state.best_metric, files)
-
-    (undisturbed, best), _ = run(rank, function, "undisturbed")
-    assert undisturbed["step"] < 160 and best[0] < undisturbed["step"], "it stopped early"
-    (found, same), attempts = run(rank, function, "stopped", stopping(rank, where, step))
-    assert attempts == 2 and same == best
+    config = {"kind": "bert", "samples": 64, "patience": 2, "arguments": STOPPING}
+    undisturbed, _ = run(rank, train_func, {**config, "folder": str(tmp_path / "undisturbed")})
+    assert undisturbed["best"][0] < undisturbed["step"] < 160, "it stopped early"
+    stop = stopping(rank, where, step)
+    found, attempts = run(rank, lambda: train_func({**config, "folder": str(tmp_path / "stopped"), "on_place": stop}))
+    assert attempts == 2
     assert_equal(found, undisturbed)
+    assert [found[name] == undisturbed[name] for name in ("best", "files")] == [True, True]
+
+
+@pytest.mark.parametrize(("kind", "accumulation"), [("llama", 1), ("llama", 2), ("bert", 2)])
+def test_undisturbed_it_has_the_bits_of_a_plain_trainer(
+    rank: FunctionRank, tmp_path: Path, kind: str, accumulation: int
+) -> None:
+    """Of one process, also with dropout and with batches that do not divide the samples."""
+    given = {"gradient_accumulation_steps": accumulation, "num_train_epochs": 1}
+    config = {"kind": kind, "dropout": 0.1, "samples": 43, "folder": str(tmp_path), "arguments": given}
+    plain, _ = run(rank, lambda: train_func({**config, "elastic": False}))
+    undisturbed, _ = run(rank, train_func, config)
+    assert undisturbed["losses"] == plain["losses"] and len(plain["losses"]) > 1
+    assert_equal(undisturbed, plain)
 
 
 class ScheduleFree(torch.optim.SGD):

@@ -100,6 +100,9 @@ class Recorded(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        continuation = getattr(self.trainer.strategy, "continuation", None)
+        if continuation is not None and not continuation.committing:
+            self.fault("save", self.trainer.global_step)
         checkpoint["record"] = {name: list(getattr(self, name)) for name in RECORD}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -120,7 +123,10 @@ class Data(pl.LightningDataModule):
 
 
 class Ledger(pl.Callback):
-    """Notes in the module which samples all ranks have used in each step."""
+    """Notes in the module which samples all ranks have used in each step, and makes a file in `marks` for it."""
+
+    def __init__(self, marks: Path | None) -> None:
+        self.marks = marks
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         last = batch_idx + 1 == trainer.num_training_batches
@@ -132,6 +138,8 @@ class Ledger(pl.Callback):
         pl_module.samples.append(sorted(each for window in everybody for each in window))
         pl_module.rates.append(pl_module.optimizers().param_groups[0]["lr"])
         pl_module.window = []
+        if self.marks is not None:
+            Path(self.marks, f"step{time.time()}").touch()
 
 
 def fault_of(config: dict[str, Any], harm: Callable[[int], None]) -> Fault:
@@ -165,8 +173,15 @@ def trainer_of(config: dict[str, Any]) -> pl.Trainer:
     """Return Lightning's Trainer, prepared for raysgd, or with `plain` as in a script that torchrun runs."""
     settings: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "accelerator": "cpu", **QUIET}
     stopping = [EarlyStopping("val_loss", min_delta=9.0, patience=config["patience"])] if "patience" in config else []
-    settings["callbacks"] = [Ledger(), *([RayTrainReportCallback()] if config.get("reports") else []), *stopping]
+    settings["callbacks"] = [
+        Ledger(Path(config["marks"]) if config.get("counted") else None),
+        *([RayTrainReportCallback()] if config.get("reports") else []),
+        *stopping,
+    ]
     settings["callbacks"] += [pl.callbacks.EMAWeightAveraging()] if config.get("averages") else []
+    if config.get("best"):
+        best = pl.callbacks.ModelCheckpoint(Path(config["marks"], "best"), monitor="val_loss")
+        settings |= {"enable_checkpointing": True, "callbacks": [*settings["callbacks"], best]}
     settings |= config.get("trainer", {})
     if config.get("plain"):
         strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment())
@@ -195,8 +210,10 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("around"):
         trainer.validate(module, held_out, verbose=False)
     weights = {name: value.clone() for name, value in module.state_dict().items()}
+    saved = trainer.checkpoint_callback
+    best = (Path(saved.best_model_path).name, saved.best_model_score.item()) if config.get("best") else ("", 0.0)
     record = {name: getattr(module, name) for name in RECORD}
-    return {**record, "weights": weights, "steps": trainer.global_step, "world": trainer.world_size}
+    return {**record, "weights": weights, "best": best, "steps": trainer.global_step, "world": trainer.world_size}
 
 
 def assert_equal(found: dict[str, Any], undisturbed: dict[str, Any], *, within: float = 1e-6) -> None:
@@ -206,5 +223,7 @@ def assert_equal(found: dict[str, Any], undisturbed: dict[str, Any], *, within: 
     assert [step for step, _ in found["validations"]] == [step for step, _ in undisturbed["validations"]]
     for (_, loss), (_, expected) in zip(found["validations"], undisturbed["validations"], strict=True):
         assert abs(loss - expected) <= within
+    assert found["best"][0] == undisturbed["best"][0]
+    assert abs(found["best"][1] - undisturbed["best"][1]) <= within
     for name, value in undisturbed["weights"].items():
         assert (found["weights"][name] - value).abs().max() <= within, name

@@ -64,6 +64,8 @@ CASES = {
     "with fewer batches": ((0, 7, "forward"), {"trainer": {"limit_train_batches": 10}}),
     "with rare commits": ((0, 10, "after"), {"commit_every": 7}),
     "with early stopping": ((0, 18, "forward"), {"patience": 2, "trainer": {"max_epochs": 6}}),
+    "in a save of the best model": ((0, 12, "save"), {"best": True, "trainer": {"max_epochs": 4}}),
+    "after a save of the best model": ((0, 12, "reported"), {"best": True, "trainer": {"max_epochs": 4}}),
     "in bfloat16, clipped": (
         (0, 5, "before"),
         {"trainer": {"precision": "bf16-mixed", "gradient_clip_val": 0.1}},
@@ -75,13 +77,18 @@ CASES = {
 }
 if hasattr(pl.callbacks, "EMAWeightAveraging"):  # since 2.6
     CASES["with averaged weights"] = ((0, 18, "forward"), {"averages": True})
+    # The module has the averages then. So a commit is a copy: a reference would have them, too.
+    CASES["in a validation of averaged weights"] = ((0, 12, "validation"), {"averages": True})
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_stopped_fit_has_the_bits_of_one_that_was_not(tmp_path: Path, case: str) -> None:
     fault, settings = CASES[case]
-    undisturbed = attempts(settings)
-    found = attempts({**settings, "faults": [fault], "marks": str(tmp_path)})
+    folders = [tmp_path / "undisturbed", tmp_path / "found"]
+    for folder in folders:
+        folder.mkdir()
+    undisturbed = attempts({**settings, "marks": str(folders[0])})
+    found = attempts({**settings, "faults": [fault], "marks": str(folders[1])})
     assert found["attempts"] == 2
     assert_equal(found, undisturbed, within=0)
     assert (found["steps"] == 36) == (case == "with early stopping")
