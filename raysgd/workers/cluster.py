@@ -47,8 +47,8 @@ NOT_JOINED = {
     "it does not answer": "failed: something accepts connections there, or did so, but no Ray control service (GCS) answers",
 }
 NOT_STARTED = (
-    "The usual causes are a machine with too much other load, and too little memory or disk space (Ray's logs are in "
-    "/tmp/ray/session_latest/logs): end other programs, or call ray.init(...) with your own arguments before you create the trainer"
+    "The usual causes are an overloaded machine, and too little memory or disk space. Look at Ray's logs in "
+    "/tmp/ray/session_latest/logs, end other programs, or call ray.init(...) with your own arguments before you create the trainer"
 )
 
 
