@@ -478,9 +478,8 @@ class TrainingOperator(Scheduling):
     def _check_arguments(self, criterion: Any, ddp_args: Any, apex_args: Any) -> None:
         if self._exact and getattr(criterion, "reduction", None) == "sum":
             raise ConfigError(
-                f"the criterion {type(criterion).__name__} sums over the batch, and with several workers a step's gradient "
-                "is the mean over its samples: use reduction='mean', or pass TrainingOptions(gradients='ranks') for the "
-                "mean of the workers' sums"
+                f"the criterion {type(criterion).__name__} sums over the batch, but with several workers a step's gradient is the mean "
+                "over its samples. Use reduction='mean'. For the mean of the workers' sums, pass TrainingOptions(gradients='ranks')"
             )
         for name, given in {"ddp_args": ddp_args, "apex_args": apex_args}.items():
             if given is not None and not isinstance(given, Mapping):
