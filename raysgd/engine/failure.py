@@ -180,7 +180,7 @@ def out_of_step_error(detail: str, at: Progress) -> OutOfStepError:
     """The error about ranks that did not make the same collective calls."""
     return OutOfStepError(
         f"the ranks are out of step in epoch {at.epoch}, batch {at.batches + 1}: {detail}. Gradients and other sums may be wrong since "
-        "then, so raysgd did not retry the call. Most likely some ranks make a collective call (all_reduce, barrier, broadcast, "
+        "then. raysgd did not retry the call. Most likely some ranks make a collective call (all_reduce, barrier, broadcast, "
         "all_gather, ...) that others do not make, for example under `if rank == 0:`, or make it in a different order or with tensors "
         "of a different size. Let every rank make the same calls in the same order, and load the newest checkpoint"
     )

@@ -42,8 +42,8 @@ logger = logging.getLogger("raysgd")
 
 OTHER_PARTS = (
     "the batches of the checkpoint's run have %d parts, and those of this trainer have %d (parts, by default num_workers). What depends "
-    "on all samples of a part (BatchNorm, dropout, losses that compare samples, self.part_state) differs from that run. To keep it, use "
-    "the parts of the checkpoint"
+    "on all samples of a part (BatchNorm, dropout, losses that compare samples, self.part_state) differs from that run. For equal "
+    "results, use the same number of parts"
 )
 BEGINS_AGAIN = (
     "the checkpoint is %d batches into an epoch of a %s, which has no position to save. This epoch begins again, so some samples are "
