@@ -159,11 +159,25 @@ def wrong_readme() -> Iterator[str]:
     yield from (f"README.md: the pip line does not install {each}" for each in sorted(needed - installed))
 
 
-def wrong_source() -> Iterator[str]:
-    """As soon as the source has an address, the first pages install from there."""
-    line = f'pip install "raysgd[torch] @ git+{__repository__}"'
+NOTEBOOK = "examples/notebooks/kill_a_worker.ipynb"
+
+
+def source_lines(address: str) -> Iterator[tuple[str, str]]:
+    """What each page must have when the source has this address."""
     for page in ("README.md", "docs/getting_started.md", "docs/index.md"):
-        if __repository__ and line not in (ROOT / page).read_text(encoding="utf-8"):
+        yield page, f'pip install "raysgd[torch] @ git+{address}"'
+    _, is_github, path = address.removesuffix(".git").partition("https://github.com/")
+    if is_github:
+        colab = "https://colab.research.google.com"
+        notebook = f"{colab}/github/{path}/blob/main/{NOTEBOOK}"
+        yield "README.md", f"[![Open in Colab]({colab}/assets/colab-badge.svg)]({notebook})"
+        yield NOTEBOOK, f"git+{address}"  # in a cell that installs raysgd there
+
+
+def wrong_source() -> Iterator[str]:
+    """As soon as the source has an address, the first pages install from there, and a notebook opens in Colab."""
+    for page, line in source_lines(__repository__) if __repository__ else ():
+        if line not in (ROOT / page).read_text(encoding="utf-8"):
             yield f"{page}: no line {line}"
 
 

@@ -20,8 +20,8 @@ logger = logging.getLogger("raysgd")
 # The key of what callbacks raised, in results and in the history.
 CALLBACK_ERRORS = "callback_errors"
 NO_LOOP = (
-    "%s wants training to stop, which works only in a loop over trainer.epochs(n) and in fit(n), and not for train() outside of them: "
-    "write `for epoch in trainer.epochs(10):`, or end your loop if the callback's wants_stop is True"
+    "%s wants training to stop, but raysgd can stop only a loop over trainer.epochs(n) and fit(n), and not other calls of train(). "
+    "Write `for epoch in trainer.epochs(10):`, or end your loop if the callback's wants_stop is True"
 )
 
 

@@ -90,8 +90,8 @@ class Calls:
 def later(found: Violation, parts: int) -> str:
     """The error of code that follows the contract in the first step, and not in this one."""
     return (
-        f"{found.found}, and it did not in the first step of this run. Now that workers are missing, each of the others computes "
-        f"several of the {parts} parts of a batch, with one step after the last of them, so this step was undone: {found.advice}; or "
+        f"{found.found}, unlike in the first step of this run. Workers are missing now, so each of the others computes several of the "
+        f"{parts} parts of a batch, with one step after the last of them. raysgd has undone this step. To fix this, {found.advice}; or "
         "pass ElasticConfig(batch='per_worker')"
     )
 
@@ -99,13 +99,13 @@ def later(found: Violation, parts: int) -> str:
 def refused(found: Violation, parts: int) -> str:
     """Return the error of code or data that does not follow the contract, if the user has passed
     `parts`."""
-    return f"parts={parts} lets a worker compute several parts of a batch, and {found.found}: {found.advice}; or leave parts out"
+    return f"parts={parts} needs code and data that can be divided, but {found.found}. To fix this, {found.advice}; or leave parts out"
 
 
 def notice(found: Violation, parts: int) -> str:
     """What the log says of code or data that does not follow the contract."""
     return (
-        f"{found.found}, so a batch cannot be divided into parts that any worker computes. While some of the {parts} workers are "
-        "missing, steps have fewer samples, and the run will have other results than one without failures. To keep the batch, "
-        f"{found.advice}; or pass ElasticConfig(batch='per_worker') to say that you intend this"
+        f"{found.found}, so a batch cannot be divided into parts. While some of the {parts} workers are missing, steps have fewer "
+        f"samples, and results differ from those of an undisturbed run. To keep the batch, {found.advice}. To accept smaller steps, pass "
+        "ElasticConfig(batch='per_worker')"
     )

@@ -258,7 +258,7 @@ def merge_part(part: Sequence[Measured]) -> Result:
     for rank, each in enumerate(part):
         if list(each.loaders) != names:  # they have evaluated other data at the same time
             raise ConfigError(
-                f"the loaders of ranks 0 and {rank} have other names, or another order: their results begin with {names} and "
+                f"the loaders of ranks 0 and {rank} have different names, or a different order: their results begin with {names} and "
                 f"{list(each.loaders)}. Register loaders with the same names in the same order on every worker"
             )
     for name in names:

@@ -323,8 +323,8 @@ def decide(now: Situation, *, wait_s: float) -> Decision:
         )
     if now.hangs >= MAX_HANGS:
         return GiveUp(
-            f"the code has hung {now.hangs} times in a row at the same place of the call, so it would probably do so again, and "
-            "each time for as long as hang_timeout_s"
+            f"the code has hung {now.hangs} times in a row at the same place of the call. Another attempt would probably hang there too, "
+            "and take another hang_timeout_s"
         )
     available = now.survivors + now.ready
     if available >= now.min_workers and available > 0 and (now.survivors >= now.min_workers or now.gathered):
@@ -337,7 +337,7 @@ def decide(now: Situation, *, wait_s: float) -> Decision:
         return Restart(more)
     if now.starting == 0 and now.attempts >= now.max_attempts:
         return GiveUp(
-            f"after {now.max_attempts} waits in a row there were still not enough resources: min_workers={now.min_workers}, "
+            f"there were not enough resources after {now.max_attempts} waits in a row: min_workers={now.min_workers}, "
             f"{counted(available, 'worker is', 'workers are')} available, and the cluster has room for {now.free} more"
         )
     return Wait(wait_s)

@@ -17,10 +17,9 @@ Kind = Literal["settings", "alone", "weights"]
 # Settings are calculated from the same numbers on all ranks, in double precision. A rate that depends on the rank differs by more.
 SETTING_TOLERANCE = 1e-4
 CAUSES = (
-    "Likely causes: train_batch calls the unwrapped model, as in self.model.module(x), and then no gradients are averaged (call "
-    "self.model(x)); a module or an optimizer that trains is not passed to register(); or a setting, or other code, depends on the "
-    "rank. get_model() and checkpoints have the weights of rank 0. If the ranks are meant to differ, pass "
-    "ElasticConfig(on_divergence=None)"
+    "get_model() and checkpoints have the weights of rank 0. Likely causes: train_batch calls the unwrapped model, as in "
+    "self.model.module(x), so no gradients are averaged (call self.model(x)); a module or an optimizer that trains is not passed to "
+    "register(); a setting, or other code, depends on the rank. If the ranks should differ, pass ElasticConfig(on_divergence=None)"
 )
 
 

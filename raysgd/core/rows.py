@@ -8,15 +8,15 @@ from raysgd.core.metrics import Measured
 
 SEED = "random_split(..., generator=torch.Generator().manual_seed(0))"
 OTHER = (
-    "the {loader} of rank {high} has other rows than that of rank {low} ({theirs} and {ours}), so the ranks do not divide one data set: "
-    "some rows are used several times, and others never. Let setup() make the same data set on every worker, for example with "
-    f"{SEED}, or pass seed=... to the trainer. Data that you divide yourself needs add_dist_sampler=False"
+    "the ranks do not divide one data set: the {loader} has {theirs} on rank {high}, and {ours} on rank {low}. Some rows are used "
+    "several times, and others never. Let setup() make the same data set on every worker, for example with "
+    f"{SEED}, or pass seed=... to the trainer. If you divide the data yourself, pass add_dist_sampler=False"
 )
 SAME = (
-    "ranks {low} and {high} have begun an epoch with the same batch of the {loader}: each rank seems to read all of the data, so each "
-    "sample is used several times. Divide it: an IterableDataset can use torch.utils.data.get_worker_info(), in which raysgd counts the "
-    "ranks, or have a method shard(rank, world_size); other iterables can use self.world_rank and self.world_size in setup. Nothing to do "
-    "if each rank is meant to use all of it"
+    "ranks {low} and {high} have begun an epoch with the same batch of the {loader}. Each rank seems to read all of the data, so each "
+    "sample is used several times. Divide the data among the ranks. An IterableDataset can use torch.utils.data.get_worker_info(), in "
+    "which raysgd counts the ranks, or have a method shard(rank, world_size). Other iterables can use self.world_rank and "
+    "self.world_size in setup. Ignore this if each rank should use all of the data"
 )
 
 

@@ -66,7 +66,7 @@ LOADER_HINT = (
 
 UNDEFINED = (
     "the state of this trainer is undefined, because a load failed while it changed the state. Only load(), load_state_dict() and "
-    "shutdown() work now: load a checkpoint that the operator accepts"
+    "shutdown() work now. Load a checkpoint that the operator accepts"
 )
 
 
@@ -112,8 +112,8 @@ def no_room_error(
             f"{missing} of {counted(target, 'worker process', 'worker processes')} did not start within {limit_s:g} s"
         )
         return ResourceError(
-            f"{late}, although the cluster had room. The usual cause is a machine with too much other load or too little memory: end "
-            f"other programs, ask for fewer workers, or set the environment variable {START_LIMIT} to how many seconds to wait"
+            f"{late}, although the cluster had room. The usual cause is a machine that is overloaded or short of memory. End other "
+            f"programs, ask for fewer workers, or set the environment variable {START_LIMIT} to a longer limit in seconds"
         )
     had = f"the cluster had no room for {missing} of {counted(target, 'worker')} within {limit_s:g} s"
     room = group.room()
@@ -179,11 +179,10 @@ def warn_no_room(group: WorkerGroupProtocol, missing: int, waited_s: float, limi
 def out_of_step_error(detail: str, at: Progress) -> OutOfStepError:
     """The error about ranks that did not make the same collective calls."""
     return OutOfStepError(
-        f"the ranks are out of step in epoch {at.epoch}, batch {at.batches + 1}: {detail}. Most likely some ranks make a "
-        "collective call (all_reduce, barrier, broadcast, all_gather, ...) that others do not make, for example under "
-        "`if rank == 0:`, or make it in another order or with tensors of another size. Every rank must make the same "
-        "calls in the same order. raysgd did not retry the call. Gradients and other sums may have been wrong since then: fix "
-        "the code, and load the newest checkpoint"
+        f"the ranks are out of step in epoch {at.epoch}, batch {at.batches + 1}: {detail}. Gradients and other sums may be wrong since "
+        "then. raysgd did not retry the call. Most likely some ranks make a collective call (all_reduce, barrier, broadcast, "
+        "all_gather, ...) that others do not make, for example under `if rank == 0:`, or make it in a different order or with tensors "
+        "of a different size. Let every rank make the same calls in the same order, and load the newest checkpoint"
     )
 
 
@@ -213,21 +212,21 @@ def failed_error(
 def shards_lost_error(left: int, before: int) -> TrainingFailedError:
     """The error about a sharded model of which a part is lost, without a checkpoint."""
     return TrainingFailedError(
-        f"training failed: a part of the model was lost with the workers that have failed ({left} of {before} are left), and there is no "
-        "checkpoint from which raysgd could continue: this trainer has neither loaded a file nor completed an automatic checkpoint since "
-        "its state was last changed outside of train(). Call load() with what you have saved. So that the next "
-        "failure does not end the run, let each shard be on two workers, with TrainingOptions(parallel='fsdp', replicas=2), or "
-        "pass checkpoints=AutoCheckpoint(...), with every=... for checkpoints within an epoch"
+        f"training failed: a part of the model was lost with the workers that failed ({left} of {before} are left). There is no "
+        "checkpoint to continue from: this trainer has neither loaded a file nor completed an automatic checkpoint since its state was "
+        "last changed outside of train(). Call load() with what you have saved. To survive the next failure, keep each shard on two "
+        "workers, with TrainingOptions(parallel='fsdp', replicas=2), or pass checkpoints=AutoCheckpoint(...), with every=... for "
+        "checkpoints within an epoch"
     )
 
 
 def cut_short_error(ranks: Sequence[int]) -> TrainingFailedError:
     """The error about the user's function that has run in part, without a snapshot."""
     return TrainingFailedError(
-        f"the function was in a collective call on {ranked(ranks)} when another rank failed. It has ended on no rank, and is not called "
-        "again, because that could repeat what it has done before. As there is no snapshot of the state before the call, training "
-        "continues with what it has left on the first of these ranks: load() a checkpoint to undo that. With another "
-        "ElasticConfig(snapshot_every=...) than None, raysgd goes back to the snapshot and calls it again"
+        f"another rank failed while the function was in a collective call on {ranked(ranks)}. The function has ended on no rank. raysgd "
+        "does not call it again, because that could repeat what it has done. There is no snapshot of the state before the call, so "
+        "training continues with the state of the first of these ranks. To undo what the function changed, load() a checkpoint. To let "
+        "raysgd go back to a snapshot and call it again, pass ElasticConfig(snapshot_every=...) with another value than None"
     )
 
 

@@ -288,8 +288,8 @@ class WorkerTable:
             return False
         del self._workers[worker]
         logger.warning(
-            "a new worker has got %s, which has failed too often: it keeps this GPU without using it, so that Ray gives it to no other "
-            "worker of this trainer",
+            "%s has failed too often, and a new worker was started on it. This worker keeps the GPU without using it, so that Ray does "
+            "not give it to another worker of this trainer",
             _gpu_of(info),
         )
         return True

@@ -148,8 +148,8 @@ class Dealer:
         """Begin a pass. What another dealer had begun is read up to that row."""
         if request.start > 0:
             logger.warning(
-                "raysgd reads the data set again, and skips %s, which have been used. These are the same rows "
-                "only if the order is the same: set execution_options.preserve_order of ray.data.DataContext",
+                "raysgd reads the data set again, and skips %s, which have been used. If the order of rows has changed, it skips the "
+                "wrong ones. Set execution_options.preserve_order of ray.data.DataContext",
                 counted(request.start, "row"),
             )
         self._number, self._floors = request.number, {}

@@ -68,8 +68,8 @@ class FolderClaim:
         owner = locations.read(self._file)
         if owner != self._owner:
             raise CheckpointError(
-                f"the trainer of {owner[:1000].decode(errors='replace')} uses {self._folder}, too, so this one saves nothing there: "
-                "give each run a path of its own"
+                f"the trainer of {owner[:1000].decode(errors='replace')} uses {self._folder}, too, so this one saves nothing there. Give "
+                "each run a path of its own"
             )
 
     def release(self) -> None:

@@ -31,7 +31,7 @@ from raysgd.training.step import Policies, Step
 from raysgd.training.step_policy import Policy
 
 NOT_AVERAGED = (
-    "train_batch has made a step with the gradients of this worker alone, and then the workers train different models: in place of "
+    "train_batch has made a step with the gradients of this worker alone, so the workers would train different models. In place of "
     "optimizer.apply_gradients(...) or minimize(...), call self.step(tape, loss), or self.gradients(tape, loss) and then "
     "self.apply_gradients(gradients, variables, optimizer=...)"
 )

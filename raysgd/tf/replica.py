@@ -33,9 +33,9 @@ from raysgd.training.snapshots import Copied
 USUAL_SEED = 87654321
 
 OWN_DATA = (
-    "%d of %d workers train now, and each keeps its batch size, so steps have another number of samples, and the run will have other "
-    "results than one without this change: the data set's auto_shard_policy gives each worker data of its own. To keep the batch of all "
-    "workers, use AUTO or DATA"
+    "%d of %d workers train now. Each keeps its batch size, because the data set's auto_shard_policy gives each worker data of its own. "
+    "Steps have a different number of samples, and results differ from those of an undisturbed run. To keep the batch of all workers, "
+    "use AUTO or DATA"
 )
 
 

@@ -46,9 +46,9 @@ logger = logging.getLogger("raysgd")
 STATIC_GRAPH = Violation("DDP's static_graph exchanges gradients in each backward pass", "leave static_graph out")
 MAKES_STEPS = Violation("a LightningModule makes its steps itself", "use an operator")
 RANKS = (
-    "%s reads %s before a backward pass. What is computed from it changes with the workers, so the run may have other results "
-    "than an undisturbed one: compute it from batch_info['part'], and read self.is_first if only one worker is to do something. "
-    "raysgd averages gradients over the workers itself, so loss / self.world_size would make them too small"
+    "%s reads %s before a backward pass. What is computed from it changes with the workers, so results can differ from those of an "
+    "undisturbed run. Compute it from batch_info['part'], and read self.is_first if only one worker should do something. Do not divide "
+    "the loss by self.world_size: raysgd averages gradients over the workers itself"
 )
 RESIZES = Violation("resized() of the operator adapts to the number of workers", "leave resized() out")
 

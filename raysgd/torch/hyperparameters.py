@@ -12,8 +12,8 @@ from raysgd.torch.rank_comparison import plain
 from raysgd.training.internals import Internals, internals_of
 
 IGNORED = (
-    "the loaded state has other settings of optimizers or schedulers than this script, and training continues with them: %s. To use "
-    "those of this script, change them with trainer.apply_all_operators(...), or start a new run"
+    "the loaded state has different settings of optimizers or schedulers than this script: %s. Training continues with the loaded ones. "
+    "To use those of this script, change them with trainer.apply_all_operators(...), or start a new run"
 )
 # Rates that follow from the initial one, and what a load leaves as it is here.
 LEFT_OUT = ("params", "lr", "base_lrs", "_last_lr", "capturable")

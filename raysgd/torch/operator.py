@@ -68,29 +68,29 @@ NO_LOSS = (
     "tuple with one single number, such as (logits, loss), or override train_batch and validate_batch"
 )
 EVAL_MODE = (
-    "setup has left the model %s in eval mode, in which from_pretrained() returns one, and an optimizer trains it: without dropout, and "
-    "with fixed statistics of BatchNorm. Unless this is meant, call train() on the model in setup"
+    "setup has left the model %s in eval mode, in which from_pretrained() returns one, but an optimizer trains it. It trains without "
+    "dropout, and with fixed statistics of BatchNorm. Call train() on the model in setup. Ignore this if you want that"
 )
 
 logger = logging.getLogger("raysgd")
 
 NOT_REGISTERED = (
-    "setup sets self.%s to a %s that is not registered, so raysgd does not step it, and checkpoints and replacement workers lack it: "
-    "self.register(..., schedulers=self.%s), with the trainer's argument scheduler_step_freq"
+    "setup sets self.%s to a %s that is not registered. raysgd does not step it, and checkpoints and replacement workers lack it. "
+    "Register it, self.register(..., schedulers=self.%s), with the trainer's argument scheduler_step_freq"
 )
 
 
 REGISTERED_AGAIN = (
-    "setup calls self.register() a second time: only the parts of the last call are trained and saved. Pass all models and "
-    "optimizers in one call"
+    "setup calls self.register() a second time. Only the parts of the last call are trained and saved. Pass all models and optimizers "
+    "in one call"
 )
 STRAYS = (
-    "the optimizer %s holds parameters that no registered model has: %d. raysgd neither saves nor averages them. If a layer was replaced "
-    "after the optimizer was created, create it after that; otherwise, register the module that has them, too"
+    "the optimizer %s holds parameters that no registered model has: %d. raysgd neither saves nor averages them. If a layer was "
+    "replaced, create the optimizer after that. Otherwise, register the module that has them"
 )
 REPLACED = (
-    "self.%s is no longer the optimizer that setup has registered: raysgd saves that one, and checkpoints and new workers lack the "
-    "other. Change the registered one, for example with self.%s.param_groups, or create a trainer with another setup"
+    "self.%s is no longer the optimizer that setup has registered. raysgd saves the registered one, and checkpoints and new workers "
+    "lack the other. Change the registered one, for example with self.%s.param_groups, or create a trainer with another setup"
 )
 
 
@@ -478,9 +478,8 @@ class TrainingOperator(Scheduling):
     def _check_arguments(self, criterion: Any, ddp_args: Any, apex_args: Any) -> None:
         if self._exact and getattr(criterion, "reduction", None) == "sum":
             raise ConfigError(
-                f"the criterion {type(criterion).__name__} sums over the batch, and with several workers a step's gradient "
-                "is the mean over its samples: use reduction='mean', or pass TrainingOptions(gradients='ranks') for the "
-                "mean of the workers' sums"
+                f"the criterion {type(criterion).__name__} sums over the batch, but with several workers a step's gradient is the mean "
+                "over its samples. Use reduction='mean'. For the mean of the workers' sums, pass TrainingOptions(gradients='ranks')"
             )
         for name, given in {"ddp_args": ddp_args, "apex_args": apex_args}.items():
             if given is not None and not isinstance(given, Mapping):

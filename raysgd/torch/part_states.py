@@ -24,13 +24,13 @@ logger = logging.getLogger("raysgd")
 
 NAME = "part_states"  # in states
 ELSEWHERE = (
-    "self.part_state is the state of the part of the batch that is trained, so it is there only while train_batch runs. Use it there, or "
+    "self.part_state belongs to the part of the batch that is being trained, so it exists only while train_batch runs. Use it there, or "
     "keep what all parts share in an attribute that state_dict() returns"
 )
 LATE = "self.part_state is used for the first time, which all ranks have to know"
 LOST = (
-    "part %d of the batch continues with an empty self.part_state, because no worker that is left has it. So the run will have other "
-    "results than an undisturbed one. To continue with it, load the newest checkpoint"
+    "part %d of the batch continues with an empty self.part_state, because no worker that is left has it. Results differ from those of "
+    "an undisturbed run. To continue with it, load the newest checkpoint"
 )
 
 

@@ -32,20 +32,20 @@ PREFIX = {"train": "train_", "validation": "val_", "test": "test_"}
 
 
 UNFROZEN = (
-    "the parameter {name} of {model} requires gradients now, and was frozen when it was registered, so DistributedDataParallel does not "
-    "average its gradients. Register the model unfrozen, with ddp_args={{'find_unused_parameters': True}}, and freeze it in train_batch: "
-    "self.body.requires_grad_(batch_info['epoch_idx'] >= 2)"
+    "the parameter {name} of {model} was frozen when it was registered, and requires gradients now. DistributedDataParallel does not "
+    "average its gradients. Register the model unfrozen, with ddp_args={{'find_unused_parameters': True}}, and freeze it in "
+    "train_batch: self.body.requires_grad_(batch_info['epoch_idx'] >= 2)"
 )
 NEW = (
-    "the parameter {name} of {model} is new since self.register(), so DistributedDataParallel does not average its gradients: replace "
-    "layers before that, and create the optimizer after it"
+    "the parameter {name} of {model} is new since self.register(). DistributedDataParallel does not average its gradients. In setup, "
+    "replace layers first, then create the optimizer, then call self.register()"
 )
 LEFT = (
-    "setup has frozen the parameter {name} after self.register(), or replaced it, as tied weights do, so it gets no gradient, for which "
-    "DistributedDataParallel waits: do that before self.register(), or pass ddp_args={{'find_unused_parameters': True}} to it"
+    "setup has frozen the parameter {name} after self.register(), or replaced it, as tied weights do. It gets no gradient, and "
+    "DistributedDataParallel waits for one. Do that before self.register(), or pass ddp_args={{'find_unused_parameters': True}} to it"
 )
 REGROUPED = (
-    "the optimizer {optimizer} has parameter groups of {now} parameters, and had {before} at the end of setup, so no replacement worker "
+    "the optimizer {optimizer} has parameter groups of {now} parameters, and had {before} at the end of setup. No replacement worker "
     "and no other script can load its state. Register it with all groups, and freeze those that train later in train_batch: "
     "self.body.requires_grad_(batch_info['epoch_idx'] >= 2), on several workers with ddp_args={{'find_unused_parameters': True}}"
 )
@@ -272,9 +272,9 @@ def broadcast(tensors: Mapping[str, torch.Tensor], control: Control) -> None:
         differ = sorted(name for name, _ in first[0].items() ^ layout.items())
         theirs, mine = (each.get(differ[0], "missing") for each in (first[0], layout))
         raise ConfigError(
-            f"the buffer {differ[0]} is {mine} on rank {dist.get_rank()}, and {theirs} on rank 0. All ranks get the buffers of "
-            "rank 0 in each step and for evaluations, so these need the same names, shapes and types: keep what differs in an attribute "
-            "that is not a buffer"
+            f"the buffer {differ[0]} is {mine} on rank {dist.get_rank()}, and {theirs} on rank 0. In each step and for evaluations, all "
+            "ranks get the buffers of rank 0, so these need the same names, shapes and types. Keep what differs in an attribute that is "
+            "not a buffer"
         )
     large = [each for each in tensors.values() if each.nbytes >= LARGE]
     small = [each for each in tensors.values() if each.nbytes < LARGE]
@@ -292,8 +292,8 @@ def refuse_wrapped(models: list[Any]) -> None:
     """Raise ConfigError for a model that is wrapped already, although raysgd wraps it."""
     if any(isinstance(each, DistributedDataParallel) for model in models for each in model.modules()):
         raise ConfigError(
-            "a registered model is, or holds, a DistributedDataParallel already, and raysgd wraps models itself, again whenever the "
-            "workers change. Its gradients would not be averaged after that. Register the module inside: models=model.module"
+            "a registered model is, or holds, a DistributedDataParallel. raysgd wraps models itself, again whenever the workers change, "
+            "and then the gradients of this one would not be averaged. Register the module inside: models=model.module"
         )
 
 

@@ -88,8 +88,8 @@ class Autocast(Precision):
         is whether it calls the optimizer's own `step`."""
         if not self._trained_with:
             raise ConfigError(
-                f"precision={self.name!r} was passed, but this operator computes its loss outside self.autocast(), so it would "
-                "train in fp32: compute the forward pass and the loss inside `with self.autocast():`, or leave precision out"
+                f"precision={self.name!r} was passed, but this operator computes its loss outside self.autocast(), so it would train in "
+                "fp32. Compute the forward pass and the loss inside `with self.autocast():`, or leave precision out"
             )
 
 
@@ -136,8 +136,8 @@ class Fp16(Autocast):
         called = "loss.backward()" if not self.scaler.scaled else "optimizer.step()"
         if not self.scaler.scaled or (direct and not self.scaler.stepping):
             raise ConfigError(
-                f"precision='fp16' was passed, but this operator calls {called} itself, which leaves out the scaling of the "
-                "loss: call self.backward(loss) and self.step(optimizer) instead, or use precision='bf16', which needs none"
+                f"precision='fp16' was passed, but this operator calls {called} itself, which leaves out the scaling of the loss. Call "
+                "self.backward(loss) and self.step(optimizer) instead, or use precision='bf16', which needs none"
             )
 
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *, loss_id: int = 0) -> None:

@@ -41,17 +41,17 @@ from raysgd.training.snapshots import Copied
 logger = logging.getLogger("raysgd")
 
 OTHER_PARTS = (
-    "this checkpoint is of a run whose batches have %d parts, and those of this trainer have %d (parts, by default num_workers): what is "
-    "computed with all samples of a part (BatchNorm, dropout, losses that compare samples), or kept in self.part_state, differs from that "
-    "run"
+    "the batches of the checkpoint's run have %d parts, and those of this trainer have %d (parts, by default num_workers). What depends "
+    "on all samples of a part (BatchNorm, dropout, losses that compare samples, self.part_state) differs from that run. For equal "
+    "results, use the same number of parts"
 )
 BEGINS_AGAIN = (
-    "the checkpoint is %d batches into an epoch of a %s, whose position it cannot hold: this epoch begins again from its beginning, so "
-    "some samples are used twice. A loader with state_dict and load_state_dict continues"
+    "the checkpoint is %d batches into an epoch of a %s, which has no position to save. This epoch begins again, so some samples are "
+    "used twice. To continue within an epoch, use a loader with state_dict and load_state_dict"
 )
 OTHER_LENGTH = (
-    "the checkpoint is within an epoch of %d rows, and train_loader has %d here: the rest of this epoch has the rows of the checkpoint, "
-    "and the next epoch has those of the loader. Nothing to do if other data is meant"
+    "the checkpoint is within an epoch of %d rows, but train_loader has %d here. The rest of this epoch has the rows of the checkpoint, "
+    "and the next epoch those of the loader. Ignore this if the data should differ"
 )
 
 

@@ -32,8 +32,8 @@ from raysgd.training.seeding import derived_seed
 from raysgd.training.writing import Report, reported
 
 NO_METRIC = (
-    "update_scheduler() calls the step(epoch) of a %s, which takes the metric %s for an epoch. It is for schedulers that follow a metric, "
-    "such as ReduceLROnPlateau: for others, pass scheduler_step_freq='epoch', 'step' or 'batch', and leave it out"
+    "update_scheduler() calls the step(epoch) of a %s, so the metric %s counts as an epoch. Use it for schedulers that follow a metric, "
+    "such as ReduceLROnPlateau. For others, leave it out, and pass scheduler_step_freq='epoch', 'step' or 'batch'"
 )
 
 

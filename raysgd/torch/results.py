@@ -23,9 +23,9 @@ logger = logging.getLogger("raysgd")
 
 PARTIAL_S = 10.0
 NOT_FINITE = (
-    "%s is %s in epoch %d, after %d batches of the call: the loss of a batch was not finite, and the weights may not be either. Pass "
-    "TrainingOptions(on_nonfinite='raise') to end training at the first step whose gradients are not finite, and to see its samples, or "
-    "'skip' to leave out such steps"
+    "%s is %s in epoch %d, after %d batches of the call. The loss of a batch was not finite, and the weights may not be either. To end "
+    "training at the first step whose gradients are not finite, and to see its samples, pass TrainingOptions(on_nonfinite='raise'). To "
+    "leave out such steps, pass 'skip'"
 )
 
 

@@ -25,17 +25,17 @@ from raysgd.training.operator_base import Schedule
 
 ENDED = (
     "%s has made the %d steps for which it was planned, and this call ends with step %d. Training continues with its last learning "
-    "rate. A run has more steps than planned if fewer workers train and each keeps its batch (batch_mode is 'per_worker'), or if it is "
-    "resumed with more epochs or another num_workers (to plan again, start a new run in another folder)"
+    "rate. There are more steps than planned if fewer workers train and each keeps its batch (batch_mode is 'per_worker'), or if the "
+    "run is resumed with more epochs or another num_workers. To plan again, start a new run in another folder"
 )
 OTHER_LENGTH = (
-    "%s ends with its step %d, and makes %d until the end of this %s: %s. Make it for the epochs that are trained%s. Nothing to do if "
-    "another length is meant"
+    "%s ends with its step %d, and makes %d until the end of this %s: %s. Make it for the epochs that are trained%s. Ignore this if you "
+    "want another length"
 )
 STEPPED_BESIDE = (
     "%s was stepped between two loops of raysgd (by update_scheduler(), in apply_all_operators(), or around super().train_epoch()), and "
-    "scheduler_step_freq=%r lets the trainer step it, too, so its learning rates come too early: remove one of the two, or pass "
-    "scheduler_step_freq='manual'. Nothing to do if further steps are meant"
+    "scheduler_step_freq=%r lets the trainer step it, too. Its learning rates come too early. Remove one of the two, or pass "
+    "scheduler_step_freq='manual'. Ignore this if you want both"
 )
 COUNTED_BY_LOADER = "; len(loader) in setup has the batches of all workers"
 # Where a schedule has its length, and what comes after that, if it is not the last rate.
@@ -133,8 +133,8 @@ def _length_and_end(scheduler: Any, planned: int | None) -> tuple[int, str] | No
 def stepped_twice(operator: str, scheduler: Any, freq: str) -> ConfigError:
     return ConfigError(
         f"{operator}.train_batch steps its scheduler, a {type(scheduler).__name__}, and scheduler_step_freq={freq!r} lets the trainer "
-        f"step it after each {freq}, too, so its learning rates would come too early: remove scheduler.step() from train_batch, or "
-        "pass scheduler_step_freq='manual'"
+        f"step it after each {freq}, too. Its learning rates would come too early. Remove scheduler.step() from train_batch, or pass "
+        "scheduler_step_freq='manual'"
     )
 
 

@@ -33,14 +33,13 @@ logger = logging.getLogger("raysgd")
 
 IN_SETUP = "make it in the setup of a TrainingOperator subclass, or use TrainingOperator.from_creators(...)"
 OTHER_ROWS = (
-    "the checkpoint was saved with other rows in the {}: the data is divided by other indices now, so rows that were trained on can be "
-    "in the validation. Divide it in the same way in each run, for example with random_split(..., "
-    "generator=torch.Generator().manual_seed(0))"
+    "the checkpoint was saved with different rows in the {}, so rows that were trained on can be in the validation now. Divide the data "
+    "in the same way in each run, for example with random_split(..., generator=torch.Generator().manual_seed(0))"
 )
 ONE_COPY = (
-    "parallel='fsdp' with replicas=1 keeps one copy of each shard of the model, so training ends with an error when a worker fails, "
-    "unless load() has given it a file to begin with again. Pass TrainingOptions(replicas=2), with which the other workers continue, or "
-    "checkpoints=AutoCheckpoint(...), from the newest of which they do"
+    "parallel='fsdp' with replicas=1 keeps one copy of each shard of the model. When a worker fails, training ends with an error, "
+    "unless load() has given it a file to begin with again. Pass TrainingOptions(replicas=2), so that the other workers continue in "
+    "place, or checkpoints=AutoCheckpoint(...), so that they continue from the newest checkpoint"
 )
 NO_RULE = (
     "ElasticConfig(lr=%r) has no effect with num_workers=1: learning rates follow the number of workers, which stays 1"

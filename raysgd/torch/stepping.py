@@ -17,12 +17,12 @@ from raysgd.training.operator_base import OperatorBase
 from raysgd.training.step import Step
 
 NOT_CLEARED = (
-    "the second step adds its gradients to those of the first one, which were not cleared: call self.zero_grad() before "
+    "the second step adds its gradients to those of the first one, which were not cleared. Call self.zero_grad() before "
     "self.backward(loss), in each step"
 )
 NOT_CLEARED_IN_WINDOWS = (
-    "the second step adds its gradients to those of the first one, which were not cleared. With TrainingOptions(accumulate=%d), raysgd "
-    "counts the batches: call self.zero_grad(), self.backward(loss) and self.step() in each of them"
+    "the second step adds its gradients to those of the first one, which were not cleared. raysgd counts the batches for "
+    "TrainingOptions(accumulate=%d). Call self.zero_grad(), self.backward(loss) and self.step() in each batch"
 )
 
 

@@ -40,8 +40,9 @@ from raysgd.training.within_call import Contents
 logger = logging.getLogger("raysgd")
 
 CHANGED_COPY = (
-    "the script has changed the operator that get_local_operator() has returned, which is a copy: no worker is in this process, and "
-    "training continues without the change. Make it with trainer.apply_all_operators(fn). Nothing to do if only the copy is to change"
+    "the script has changed the operator that get_local_operator() returned. That is a copy, because no worker is in this process, so "
+    "training continues without the change. Make the change with trainer.apply_all_operators(fn). Ignore this if only the copy should "
+    "change"
 )
 
 
@@ -260,7 +261,7 @@ class TorchTrainer(TrainerBase):
 
     def _warn_of_other_rows(self) -> None:
         if differs := self._other_rows():
-            logger.warning("%s. Nothing to do if other data is meant", differs)
+            logger.warning("%s. Ignore this if the data should differ", differs)
 
     # -- models and state -----------------------------------------------------------------------------
 

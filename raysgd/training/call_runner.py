@@ -204,7 +204,7 @@ class CallRunner:
         if (found := self.place.recorded(call, change=True)) is not None:
             if found.result is None:
                 logger.warning(
-                    "%s was made by the last script, and its values are not known: it returns None here", call
+                    "%s was made by the last script, and its values are not known. It returns None here", call
                 )
             return [None] * engine.world_size if found.result is None else list(found.result)
         self._store_caught(engine)
@@ -245,7 +245,7 @@ class CallRunner:
             try:
                 self.named.commit(engine, self.history, self.wants)
             except Exception as failed:
-                logger.warning("the next script gets this error again, which the record still has: %s", failed)
+                logger.warning("the record still has this error, so the next script gets it again: %s", failed)
 
     def _say_folder(self) -> None:
         """Say, once, where callbacks have begun to write."""
@@ -312,8 +312,8 @@ def _returned(kind: Kind, parts: Sequence[PartialResults]) -> list[Any]:
     objects = [each for value in values for each in value.returned]
     if objects and len(objects) < len(values):
         logger.warning(
-            "the workers changed during %s(), so the objects that it returns lack the batches before that, which are not "
-            "repeated: return a dict, which raysgd merges, if all batches must count",
+            "the workers changed during %s(), so the objects that it returns lack the batches before that. These batches are not "
+            "repeated. If all batches must count, return a dict, which raysgd merges",
             kind,
         )
     return objects

@@ -19,23 +19,24 @@ from raysgd.training.within_call import Contents, Schedule, WithinCall
 logger = logging.getLogger("raysgd")
 
 NO_EPOCHS = (
-    "loop %d over trainer.epochs() has no epochs left: training was in loop %d when the script ended. Each call of trainer.epochs() "
-    "begins a loop, also if a notebook's cell is run again"
+    "loop %d over trainer.epochs() has no epochs left, because training was in loop %d when the script ended. Each call of "
+    "trainer.epochs() begins a new loop, even if a notebook's cell is only run again"
 )
 ALL_DONE = "nothing is left to train: the loop over trainer.epochs(%d) had ended when the script did"
 NOT_TRAINED = "the body of the loop over trainer.epochs() has not called train(), so nothing was trained"
 NOT_FINITE = (
-    "training resumes from %s, whose loss, score or weights were not finite: to continue from an older one, load() it in a new run with "
-    "another path"
+    "training resumes from %s, whose loss, score or weights were not finite. To continue from an older checkpoint, load() it in a new "
+    "run with another path"
 )
 WEIGHTS_NOT_FINITE = (
-    "%s has elements that are infinite or NaN, although no loss of this epoch is. The checkpoint of the epoch counts as one that is not "
-    "finite, and the newest one before it stays. TrainingOptions(on_nonfinite='raise') ends training before such a step"
+    "%s has elements that are infinite or NaN, although no loss of this epoch is. The checkpoint of this epoch counts as not finite, "
+    "and the newest one before it stays. To end training before such a step, pass TrainingOptions(on_nonfinite='raise')"
 )
 NEVER_MEASURED = "AutoCheckpoint(best=%r) had no effect, because no result had this metric"
 LEFT = (
-    "the loop over trainer.epochs() was left in epoch %d, which had trained. An automatic checkpoint is made when the body ends, so it has "
-    "none, and the newest one is %s. A callback such as EarlyStopping ends the loop after that. Nothing to do if you have called save()"
+    "the script left the loop over trainer.epochs() in epoch %d, which had trained. An automatic checkpoint is made when the loop's "
+    "body ends, so this epoch has none, and the newest one is %s. To stop after the checkpoint, use a callback such as EarlyStopping. "
+    "Ignore this if you have called save()"
 )
 
 
@@ -190,9 +191,9 @@ class EpochLoops:
         saved = self._resumed
         if saved is not None and self._rows_before is None and 0 < self._loop < saved.loop:
             logger.warning(
-                "%s is called after loop %d over trainer.epochs(), and training was in loop %d when the script ended: code between "
-                "loops runs again, and this changes the state a second time. Make the change in the body of a loop, or only if "
-                "trainer.resumed_from is None",
+                "%s is called after loop %d over trainer.epochs(), but training was in loop %d when the script ended. A restarted "
+                "script runs the code between loops again, so this changes the state a second time. Make the change in the body of a "
+                "loop, or only if trainer.resumed_from is None",
                 call,
                 self._loop,
                 saved.loop,

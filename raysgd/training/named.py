@@ -62,7 +62,7 @@ class NamedRun:
         if not self.attached:
             if self.before:
                 logger.warning(
-                    "the workers that the last script with the trainer %r has left have ended: starting new ones",
+                    "the workers that the last script with the trainer %r left behind have ended. Starting new ones",
                     self.tenure.name,
                 )
             self.before, self.rows, self._stored = {}, [], 0
@@ -93,15 +93,15 @@ class NamedRun:
                 for of in (this, had)
             )
             raise ConfigError(
-                f"this script has {now}, and the workers of the trainer {self.tenure.name!r}, which wait for it, were started with "
-                f"{last}: use that, choose another name, or end them with `raysgd end {self.tenure.name}`"
+                f"this script has {now}, but the workers of the trainer {self.tenure.name!r}, which wait for it, were started with "
+                f"{last}. Use that, choose another name, or end them with `raysgd end {self.tenure.name}`"
             )
 
     def leave(self) -> None:
         """Say what becomes of the workers, because the script has ended by an error."""
         if not self.tenure.superseded:
             logger.warning(
-                "the workers of the trainer %r keep its state for %g s (until %s), and their CPUs and GPUs: run the script again to "
+                "the workers of the trainer %r keep its state, their CPUs and their GPUs for %g s (until %s). Run the script again to "
                 "continue, or end them with `raysgd end %s`",
                 *(self.tenure.name, self.tenure.orphan_s),
                 time.strftime("%H:%M:%S", time.localtime(time.time() + self.tenure.orphan_s)),
@@ -113,8 +113,8 @@ class NamedRun:
         if self.attached and epochs and not self._warned:
             self._warned = True
             logger.warning(
-                "this script calls train() outside of a loop over trainer.epochs(n), and so repeats epochs: the last script had "
-                "come to epoch %d. Write `for epoch in trainer.epochs(n):`, which continues with the one that was running",
+                "this script calls train() outside of a loop over trainer.epochs(n), so it repeats epochs: the last script had come to "
+                "epoch %d. Write `for epoch in trainer.epochs(n):`, which continues with the epoch that was running",
                 epochs,
             )
 

@@ -21,28 +21,28 @@ from raysgd.training.settings import ReplicaSettings
 from raysgd.training.step import Step
 
 SEVERAL = (
-    "raysgd averages single numbers only, and these metrics have several: %s. The result has what rank 0 returned for its last batch. "
-    "Return each number under a name of its own, or register a TorchMetrics object"
+    "these metrics have several numbers, and raysgd averages single ones only: %s. The result has what rank 0 returned for its last "
+    "batch. Return each number under its own name, or register a TorchMetrics object"
 )
-MIXED = "these metrics were no numbers in some batches, which their means leave out: %s. Return a number, or None, in each batch"
+MIXED = "these metrics were not numbers in some batches: %s. Their means leave those batches out. Return a number, or None, in each batch"
 COUNTS = (
-    "these metrics are pairs of two whole numbers, the second one being the number of samples: %s. A pair is (mean, weight), and the "
+    "these metrics are pairs of whole numbers, with the number of samples second: %s. raysgd reads a pair as (mean, weight), so the "
     "result is the weighted mean of the first numbers. For the share of correct samples, return correct / total"
 )
-TEXTS = "these metrics are numbers in a text, of which the result has that of the last batch: %s. Return numbers, which are averaged"
+TEXTS = "these metrics are numbers in a text: %s. raysgd does not average texts, so the result has that of the last batch. Return numbers"
 LENGTH_OF_PARTS = (
-    "%s returned num_samples=%d, which is how many parts the batch has, such as (features, target), but it has %d samples: return "
+    "%s returned num_samples=%d, which is the length of the batch itself, such as (features, target), but it has %d samples. Return "
     "len(target), or leave num_samples out"
 )
-COUNTS_STEPS = "the code of %s changes self.global_step, which raysgd counts. The change is ignored: count in an attribute of your own"
+COUNTS_STEPS = "the code of %s changes self.global_step, which raysgd counts. The change is ignored. Count in an attribute of your own"
 NO_SAMPLES = (
-    "num_samples was 0 in all batches of rank 0. So none of them counts in the means. Return how many samples a batch has, or leave "
+    "num_samples was 0 in all batches of rank 0, so its means count none of them. Return the number of samples of a batch, or leave "
     "num_samples out"
 )
 RANK_IN_SETUP = (
-    "setup reads self.world_rank. It runs once in each process, and ranks change when workers fail: what only rank 0 has, such as a "
-    "writer, would be missing on its successor. Read self.is_first at the time of use, create the object on all ranks, or use a callback. "
-    "Make the same data on all ranks: raysgd divides what is registered"
+    "setup reads self.world_rank. setup runs once in each process, but ranks change when workers fail. What only rank 0 makes, such as "
+    "a writer, is then missing on its successor. Read self.is_first at the time of use, create the object on all ranks, or use a "
+    "callback. Make the same data on all ranks, because raysgd divides registered data"
 )
 
 

@@ -25,17 +25,17 @@ from raysgd.training.internals import Internals
 from raysgd.training.phases import CALLS, Phase
 
 UNUSED = (
-    "%s.train_epoch has not used the iterator that it got, so this call of train() counts no batches and no samples, and the epoch stays "
+    "%s.train_epoch has not used the iterator that it got. This call of train() counts no batches and no samples, and the epoch stays "
     "%d. The data of its own loop is not divided among the workers, and after a worker failure the call begins again. Loop over the "
     "iterator: `for batch in iterator:`"
 )
 LEFT_EARLY = (
-    "%s.train_epoch has left its loop %s before the end of the epoch, so the next call of train() continues this epoch there, and begins "
-    "no other one. For calls of n batches, pass num_steps=n. Nothing to do if that is meant"
+    "%s.train_epoch has left its loop %s before the end of the epoch, so the next call of train() continues this epoch there. For calls "
+    "of n batches, pass num_steps=n. Ignore this if you want that"
 )
 NO_STEP = (
-    "no registered optimizer (%s) has made a step in this call of train(), so the weights are as they were before it (batches "
-    "processed: %d): %s. Nothing to do if they are meant to stay so, or if the batches of several calls share one step"
+    "no registered optimizer (%s) has made a step in this call of train(), so the weights have not changed (batches processed: %d). To "
+    "train, %s. Ignore this if the weights should stay the same, or if the batches of several calls share one step"
 )
 
 

@@ -95,5 +95,6 @@ class DrawnAnew:
         if self._why and not self._said:
             self._said = True
             logger.warning(
-                "this run has no seed=, so shuffling and dropout draw other numbers from here on (%s)", self._why
+                "this run has no seed=, so shuffling and dropout draw different random numbers from here on (%s)",
+                self._why,
             )

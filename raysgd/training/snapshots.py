@@ -100,8 +100,8 @@ class Snapshotter:
             self._slow = True
             logger.warning(
                 "a snapshot in the middle of an epoch was left out, because the one before it (%.0f MB) is still being sent to the "
-                "script's machine. Set a larger ElasticConfig(snapshot_every=...) for this network. Later ones are left out "
-                "without a message",
+                "script's machine. Later ones are left out without a message. For this network, set a larger "
+                "ElasticConfig(snapshot_every=...)",
                 self._size / 1e6,
             )
         return False
@@ -112,8 +112,8 @@ class Snapshotter:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "no snapshot can be taken, because the state cannot be pickled (%s). If all workers failed, training would continue "
-                "from an earlier one, or begin again. Return from state_dict() only what pickle can handle",
+                "no snapshot can be taken, because the state cannot be pickled (%s). If all workers fail, training continues from an "
+                "earlier snapshot, or starts over. Return from state_dict() only what pickle can handle",
                 described(error),
             )
 

@@ -16,8 +16,8 @@ from raysgd.training.snapshots import Snapshotter
 from raysgd.training.step import Step
 
 USED_UP = (
-    "train_epoch or validate iterates again over the batches that it got, and they are used up: it gets each batch once. For several "
-    "epochs, call train() as often, or fit(n)"
+    "train_epoch or validate iterates a second time over the batches that it got. It gets each batch once, so there are none. For "
+    "several epochs, call train() as often, or fit(n)"
 )
 
 

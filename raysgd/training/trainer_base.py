@@ -445,9 +445,8 @@ class TrainerBase(ABC):
             )
         if self._in_parts and settings.elastic.batch == "auto" and num_workers > settings.num_workers:
             raise ConfigError(
-                f"resize({num_workers}): this trainer divides its batch among num_workers={settings.num_workers} workers at most: create "
-                f"the trainer with num_workers={num_workers}, or pass "
-                "ElasticConfig(batch='per_worker'), with which steps grow"
+                f"resize({num_workers}): this trainer divides its batch among num_workers={settings.num_workers} workers at most. Create "
+                f"the trainer with num_workers={num_workers}, or pass ElasticConfig(batch='per_worker'), with which steps grow"
             )
         self._engine.resize(num_workers)
 

@@ -138,8 +138,8 @@ class WithinCall:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "the automatic checkpoint after step %d was left out, because the one before it is still being written. Set a "
-                "larger AutoCheckpoint(every=...) for this storage. Later ones are left out without a message",
+                "the automatic checkpoint after step %d was left out, because the one before it is still being written. Later ones are "
+                "left out without a message. For this storage, set a larger AutoCheckpoint(every=...)",
                 step,
             )
         return None

@@ -24,9 +24,9 @@ logger = logging.getLogger("raysgd")
 
 END_BYTES = 4096  # of a file that a worker wrote, the driver compares the size and this much of its end
 NOT_RESUMABLE = (
-    "AutoCheckpoint(every=...) with batches or seconds saves within an epoch, but nothing can save the place in an iterable "
-    "without a length, or in data that the operator divides itself: pass every='epoch', or register a DataLoader of a data set "
-    "with __getitem__ and __len__, a loader with state_dict and load_state_dict, or a raysgd.data.ShardedStream"
+    "AutoCheckpoint(every=...) with batches or seconds saves within an epoch. An iterable without a length, and data that the operator "
+    "divides itself, have no place there that can be saved. Pass every='epoch', or register a DataLoader of a data set with __getitem__ "
+    "and __len__, a loader with state_dict and load_state_dict, or a raysgd.data.ShardedStream"
 )
 Report = dict[str, Any]
 

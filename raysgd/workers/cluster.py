@@ -47,8 +47,8 @@ NOT_JOINED = {
     "it does not answer": "failed: something accepts connections there, or did so, but no Ray control service (GCS) answers",
 }
 NOT_STARTED = (
-    "The usual causes are a machine with too much other load, and too little memory or disk space (Ray's logs are in "
-    "/tmp/ray/session_latest/logs): end other programs, or call ray.init(...) with your own arguments before you create the trainer"
+    "The usual causes are an overloaded machine, and too little memory or disk space. Look at Ray's logs in "
+    "/tmp/ray/session_latest/logs, end other programs, or call ray.init(...) with your own arguments before you create the trainer"
 )
 
 
@@ -63,8 +63,9 @@ def ensure_cluster(resources: WorkerResources | None = None, *, lasting: bool = 
             raise ConfigError(f"this script is connected through Ray Client (ray://), {THROUGH_CLIENT}")
         if lasting and foreign.started_here():
             raise ConfigError(
-                "name= needs a cluster that outlives this script, and the one that it has started ends with it: create the trainer "
-                "with the name first, which starts another, or call ray.init(address=...) with that of a running cluster"
+                "a trainer with name= needs a cluster that outlives this script, but the running one ends with the script, which has "
+                "started it. Create the trainer with the name first, which starts another cluster, or call ray.init(address=...) with "
+                "the address of a running one"
             )
         return
     gpus = resources.gpus if resources is not None else 0
@@ -124,8 +125,8 @@ def _connect(gpus: float, *, lasting: bool) -> None:
     cpus = ray.cluster_resources().get("CPU", 0)
     if others:
         logger.warning(
-            "another script of this machine has started a Ray cluster for itself (%s), so this one has started its own with %g "
-            "CPUs: each takes all CPUs and GPUs for free. To share them, run `ray start --head` before the scripts",
+            "another script on this machine has started a Ray cluster of its own (%s), so this script has started a second one with %g "
+            "CPUs. Each takes all CPUs and GPUs for free. To share them, run `ray start --head` before the scripts",
             ", ".join(others),
             cpus,
         )

@@ -168,4 +168,4 @@ def test_no_worker_uses_a_gpu_after_its_second_failure(outcome: Callable[[], dic
         facts["log"].count("GPU 0 on node") == facts["log"].count("has failed 2 times: raysgd starts no more") + 1 == 2
     )
     assert facts["auto"] is True and "this machine has no GPU, but the Ray cluster has 2" in facts["log"]
-    assert facts["log"].count("it keeps this GPU without using it") == 1
+    assert facts["log"].count("This worker keeps the GPU without using it") == 1

@@ -325,7 +325,7 @@ def test_another_script_with_this_name_must_fit_and_its_code_is_taken(outcome: A
     assert "model 0: weight has shape (2, 1) here and (1, 1)" in seen["shaped"].stderr
     assert "no data" in seen["in_setup"].stderr
     assert re.search(
-        r"keep its state for 600 s \(until \d\d:\d\d:\d\d\), and their CPUs and GPUs", seen["in_setup"].stderr
+        r"keep its state, their CPUs and their GPUs for 600 s \(until \d\d:\d\d:\d\d\)", seen["in_setup"].stderr
     )
     assert "cannot pickle" in seen["unpicklable"].stderr
     assert "calls train() outside of a loop over trainer.epochs(n)" in seen["plain"].stderr

@@ -257,7 +257,7 @@ def test_a_replacement_on_a_gpu_that_has_failed_twice_only_holds_it(caplog: pyte
     scenario.after(1, started("w3", "10.0.0.7", gpu="3"))
     assert (scenario.replacements.ready, scenario.replacements.starting) == (0, 0)
     assert scenario.group.dismissed == ["w1", "w2"], "otherwise Ray would give its GPU to the next one"
-    assert "a new worker has got GPU 3 on node 10.0.0.7, which has failed too often" in caplog.text
+    assert "GPU 3 on node 10.0.0.7 has failed too often, and a new worker was started on it" in caplog.text
     scenario.replacements.dismiss_all()
     assert scenario.group.dismissed == ["w1", "w2"]
     scenario.replacements.launch(1)

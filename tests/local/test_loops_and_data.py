@@ -163,8 +163,8 @@ def test_ranks_that_do_not_divide_one_data_set_are_named(caplog: pytest.LogCaptu
         assert trainer.train()["num_samples"] == 61 and trainer.validate()["num_samples"] == 80, "of 40"
         trainer.train()
     rows, batch = (each for each in caplog.messages if "rank 0" in each or "ranks 0" in each)
-    assert "the train_loader of rank 1 has other rows than that of rank 0 (61 rows with the indices " in rows
-    assert "ranks 0 and 1 have begun an epoch with the same batch of the validation_loader: each rank seems to" in batch
+    assert "one data set: the train_loader has 61 rows with the indices " in rows
+    assert "ranks 0 and 1 have begun an epoch with the same batch of the validation_loader. Each rank seems to" in batch
 
 
 def test_loaders_with_names_that_ranks_do_not_divide_are_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -177,8 +177,8 @@ def test_loaders_with_names_that_ranks_do_not_divide_are_named(caplog: pytest.Lo
         for _ in range(2):
             trainer.validate()
     rows, batch = (each for each in caplog.messages if "rank 0" in each or "ranks 0" in each)
-    assert "the validation_loader['longer'] of rank 1 has other rows than that of rank 0 (41 rows and 40 rows)" in rows
-    assert "have begun an epoch with the same batch of the validation_loader['whole']: each rank seems to" in batch
+    assert "the validation_loader['longer'] has 41 rows on rank 1, and 40 rows on rank 0." in rows
+    assert "have begun an epoch with the same batch of the validation_loader['whole']. Each rank seems to" in batch
 
 
 def test_loaders_with_other_names_on_another_rank_are_an_error() -> None:

@@ -763,7 +763,7 @@ def test_a_checkpoint_with_other_parts_is_said(saved: int, lines: int, caplog: p
         with Cluster(), TorchTrainer(training_operator_cls=Curve, num_workers=2, elastic=elastic, **given) as trainer:
             trainer.load_state_dict(state)
             trainer.train(num_steps=1)
-        said = [each for each in caplog.messages if "this checkpoint is of a run whose batches have" in each]
+        said = [each for each in caplog.messages if "the batches of the checkpoint's run have" in each]
         assert len(said) == times and all("have 3 parts" in each and "have 2 (" in each for each in said)
 
 

@@ -156,7 +156,7 @@ def test_bf16_with_direct_calls_equals_bf16_with_the_helpers() -> None:
     [
         (Direct, "bf16", "precision='bf16' was passed, but this operator computes its loss outside self.autocast()"),
         (NoCast, "fp16", "precision='fp16' was passed, but this operator computes its loss outside self.autocast()"),
-        (Cast, "fp16", r"calls loss\.backward\(\) itself, .* call self\.backward\(loss\) and self\.step\(optimizer\)"),
+        (Cast, "fp16", r"calls loss\.backward\(\) itself, .* Call self\.backward\(loss\) and self\.step\(optimizer\)"),
         (OnlyStep, "fp16", r"calls loss\.backward\(\) itself"),
         (OnlyBackward, "fp16", r"calls optimizer\.step\(\) itself"),
     ],

@@ -82,6 +82,6 @@ def test_a_model_that_is_trained_in_eval_mode_is_named_once(caplog: pytest.LogCa
         trainer.train()
         assert not operator_of(trainer).model.training
     assert [each.getMessage() for each in caplog.records] == [
-        "setup has left the model Linear in eval mode, in which from_pretrained() returns one, and an optimizer trains it: without "
-        "dropout, and with fixed statistics of BatchNorm. Unless this is meant, call train() on the model in setup"
+        "setup has left the model Linear in eval mode, in which from_pretrained() returns one, but an optimizer trains it. It trains "
+        "without dropout, and with fixed statistics of BatchNorm. Call train() on the model in setup. Ignore this if you want that"
     ]

@@ -104,7 +104,7 @@ REFUSED_LATER: dict[str, tuple[Any, dict[str, Any], str]] = {
         "this loader has a batch sampler",
     ),
     "a stream": (Recording, {"config": {"loader": lambda: DataLoader(Stream(), batch_size=4)}}, "leave parts out"),
-    "its own steps": (Direct, {}, "parts=4 lets a worker .*and train_batch calls optimizer.step\\(\\) itself"),
+    "its own steps": (Direct, {}, "parts=4 needs .*but train_batch calls optimizer.step\\(\\) itself"),
     "an option": (Line, {"options": TrainingOptions(parallel=None)}, "parts=4 .* the operator averages the gradients"),
 }
 

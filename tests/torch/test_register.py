@@ -116,7 +116,7 @@ def wrapped() -> nn.Module:
         ({"models": {"net": nn.Linear(1, 1)}}, "list or tuple"),
         ({"models": [nn.Linear(1, 1), 3]}, "list or tuple"),
         ({"models": wrapped()}, "Register the module inside: models=model.module"),
-        ({"models": nn.Sequential(wrapped())}, "is, or holds, a DistributedDataParallel already"),
+        ({"models": nn.Sequential(wrapped())}, "is, or holds, a DistributedDataParallel"),
         ({"ddp_args": [1]}, "ddp_args must be a dict"),
         ({"apex_args": "O1"}, "apex_args must be a dict"),
     ],
@@ -156,4 +156,4 @@ def test_a_second_call_of_register_is_named(caplog: pytest.LogCaptureFixture) ->
             operator.register(models=each, optimizers=sgd(each))
 
     operator_alone(Bare, {"body": twice})
-    assert [each.partition(":")[0] for each in caplog.messages] == ["setup calls self.register() a second time"]
+    assert [each.partition(". ")[0] for each in caplog.messages] == ["setup calls self.register() a second time"]

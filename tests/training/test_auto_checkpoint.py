@@ -457,7 +457,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             AutoCheckpoint(**{"path": "x", **settings})
     with started(tmp_path / "a", every=2, operator=Streaming) as trainer:
-        with pytest.raises(ConfigError, match="nothing can save the place in an iterable"):
+        with pytest.raises(ConfigError, match="have no place there that can be saved"):
             trainer.fit(1, 0)
         with pytest.raises(ConfigError, match=r"train\(\) must be called in a loop over trainer.epochs"):
             trainer.train()

@@ -461,14 +461,14 @@ def test_helpers_of_the_users_own_are_no_mistakes(recwarn: pytest.WarningsRecord
     [
         (
             {"per_class": torch.ones(2)},
-            "averages single numbers only, and these metrics have several: per_class. The result",
+            "these metrics have several numbers, and raysgd averages single ones only: per_class. The result",
         ),
         (
             {"num_samples": 0, "loss": 1.0},
-            "num_samples was 0 in all batches of rank 0. So none of them counts in the means",
+            "num_samples was 0 in all batches of rank 0, so its means count none of them",
         ),
-        ({"accuracy": (3, 4)}, "the second one being the number of samples: accuracy. A pair is (mean, weight)"),
-        ({"num_samples": 2, "loss": 1.0}, "num_samples=2, which is how many parts the batch has"),
+        ({"accuracy": (3, 4)}, "with the number of samples second: accuracy. raysgd reads a pair as (mean, weight)"),
+        ({"num_samples": 2, "loss": 1.0}, "num_samples=2, which is the length of the batch itself"),
     ],
 )
 def test_metrics_that_cannot_be_averaged_are_named_once(
@@ -491,7 +491,10 @@ def test_numbers_in_texts_are_named_once(caplog: pytest.LogCaptureFixture) -> No
         trainer.validate()
         trainer.validate()
     (said,) = caplog.messages
-    assert "numbers in a text, of which the result has that of the last batch: accuracy. Return" in said
+    assert (
+        "numbers in a text: accuracy. raysgd does not average texts, so the result has that of the last batch. Return"
+        in said
+    )
 
 
 def test_methods_that_are_used_in_inner_functions_are_not_named() -> None:
@@ -542,7 +545,7 @@ class Keeping(Line):
     [
         ({}, "adds its gradients to those of the first one, which were not cleared"),
         ({"clears": True}, ""),
-        ({"clears": True, "loss": "a text"}, "no numbers in some batches, which their means leave out: train_loss."),
+        ({"clears": True, "loss": "a text"}, "not numbers in some batches: train_loss. Their means"),
         ({"clears": True, "loss": None}, ""),
         ({"clears": True, "decays": True}, "setup sets self.decay to a StepLR that is not registered"),
     ],
@@ -631,7 +634,7 @@ def test_settings_that_a_loaded_state_replaces_are_named(
                 trainer.apply_all_operators(lambda operator: operator.optimizer.param_groups[0].update(momentum=0.1))
             settings = operator_of(trainer).optimizer.param_groups[0]
             assert settings.get("initial_lr", settings["lr"]) == before.get("lr", 0.1)
-    warnings = [message for message in caplog.messages if "training continues with them" in message]
+    warnings = [message for message in caplog.messages if "Training continues with the loaded ones" in message]
     assert [said in warning for warning in warnings] == ([True] if said else []), caplog.messages
     assert all(warning.count("(here: ") == 1 for warning in warnings)
 

@@ -76,7 +76,7 @@ def test_a_call_whose_values_json_lacks_is_not_made_again_either(
 
     lived_until(tmp_path, script, {"die_at": 3}, every=2)
     with started(tmp_path, every=2) as trainer:
-        assert script(trainer) == [[None]] and "its values are not known: it returns None" in caplog.text
+        assert script(trainer) == [[None]] and "its values are not known. It returns None" in caplog.text
         assert trainer.apply_all_operators(halve) == [pytest.approx(0.02 / 4 * 0.7)]
 
 
@@ -136,10 +136,10 @@ def test_a_change_between_two_loops_is_made_again_with_a_warning(
         trainer.fit(2, validate_every=0)
 
     lived_until(tmp_path, script, {"die_at": 2 * STEPS + 1})
-    assert not [each for each in caplog.messages if "code between loops runs again" in each]
+    assert not [each for each in caplog.messages if "runs the code between loops again" in each]
     with started(tmp_path) as trainer:
         script(trainer)
-    (line,) = [each for each in caplog.messages if "code between loops runs again" in each]
+    (line,) = [each for each in caplog.messages if "runs the code between loops again" in each]
     assert line.startswith("apply_all_operators(halve) is called after loop 1") and "was in loop 2" in line
 
 

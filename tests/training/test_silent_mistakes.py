@@ -40,7 +40,7 @@ BESIDE = "ExponentialLR was stepped between two loops of raysgd"
     [
         (SteppedAround, None, 0.1 / 64, BESIDE),
         (Line, lambda trainer: trainer.apply_all_operators(step_schedule), 0.1 / 64, BESIDE),
-        (Line, lambda trainer: trainer.update_scheduler(7), None, "takes the metric 7 for an epoch"),
+        (Line, lambda trainer: trainer.update_scheduler(7), None, "so the metric 7 counts as an epoch"),
         (Line, lambda trainer: trainer.load_state_dict(trainer.state_dict()), 0.1 / 8, ""),
         (Line, None, 0.1 / 8, ""),
     ],
@@ -95,7 +95,7 @@ def test_a_copy_of_an_operator_that_is_changed_is_named(changes: bool, caplog: p
         trainer.train()
         trainer.train()
         assert trainer.apply_all_operators(lambda each: each.optimizer.param_groups[0]["lr"]) == [0.1, 0.1]
-    said = "get_local_operator() has returned, which is a copy"
+    said = "get_local_operator() returned. That is a copy"
     assert len([each for each in caplog.messages if said in each]) == changes
 
 
@@ -108,7 +108,7 @@ def test_other_rows_within_an_epoch_are_named(rows: int, tmp_path: Path, caplog:
         trainer.load(tmp_path / "line.pt")
         assert trainer.train()["num_samples"] == 8
         assert trainer.train()["num_samples"] == rows
-    said = "within an epoch of 12 rows, and train_loader has 16 here"
+    said = "within an epoch of 12 rows, but train_loader has 16 here"
     assert len([each for each in caplog.messages if said in each]) == (rows != 12)
 
 
@@ -151,7 +151,7 @@ def twice(self: Any, iterator: Any, info: Any = None) -> dict[str, Any]:
         (breaking, {"batches": 2}, "has left its loop 1 batch before the end of the epoch"),
         (breaking, {"batches": 3}, ""),
         (breaking, {"batches": 4}, ""),
-        (twice, {"passes": 2}, "iterates again over the batches that it got"),
+        (twice, {"passes": 2}, "iterates a second time over the batches that it got"),
         (twice, {"passes": 1}, ""),
         (in_chunks, {}, ""),
     ],
@@ -202,7 +202,7 @@ class Divided(Line):
         ({"by": "raysgd"}, ""),
         (
             {"by": "its own count"},
-            "With TrainingOptions(accumulate=3), raysgd counts the batches: call self.zero_grad()",
+            "raysgd counts the batches for TrainingOptions(accumulate=3). Call self.zero_grad()",
         ),
     ],
 )
@@ -229,7 +229,7 @@ def test_other_data_of_the_same_length_on_another_rank_is_named(
     with Cluster(), inline(OwnData, num_workers=2, config={"differs": differs}) as trainer:
         trainer.train()
         trainer.train()
-    said = "the train_loader of rank 1 has other rows than that of rank 0 (12 rows with the content"
+    said = "one data set: the train_loader has 12 rows with the content"
     assert len([each for each in caplog.messages if said in each]) == differs
 
 
@@ -320,7 +320,7 @@ def test_a_loop_that_is_left_without_its_checkpoint_is_named(
         if loops == 2:
             trainer.fit(1, 0, progress=False)
     assert len(caplog.messages) == lines
-    assert not lines or "was left in epoch 2, which had trained. An automatic checkpoint" in caplog.text
+    assert not lines or "in epoch 2, which had trained. An automatic checkpoint" in caplog.text
     assert (
         not lines or f"and the newest one is {tmp_path / 'run' / 'loop1-epoch00001-step000000003.pt'}. " in caplog.text
     )

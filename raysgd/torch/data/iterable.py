@@ -15,9 +15,9 @@ from raysgd.torch.foreign import loader_with, ranks_asked, worker_info, worker_i
 # Their data sets divide themselves among ranks, so that they must see the worker info of their own rank.
 DIVIDE_THEMSELVES = {"litdata", "streaming", "webdataset"}
 DIVIDED_TWICE = (
-    "the data set %s divides itself by worker info, in which raysgd counts the loader processes of all ranks, and asks torch.distributed "
-    "for the rank, too: if it multiplies both, rows are left out. Use info.id of info.num_workers alone, or give it a method "
-    "shard(rank, world_size), which raysgd calls in place of changing the worker info"
+    "the data set %s divides itself by worker info, in which raysgd counts the loader processes of all ranks, and also asks "
+    "torch.distributed for the rank. If it multiplies both, rows are left out. Use info.id of info.num_workers alone, or give it a method "
+    "shard(rank, world_size), which raysgd calls instead"
 )
 
 logger = logging.getLogger("raysgd")

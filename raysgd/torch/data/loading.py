@@ -37,8 +37,8 @@ HINTS = {
 }
 EXITED = (
     "Code that it ran (the data set, a transform, the collate_fn or the worker_init_fn) called sys.exit() or os._exit(), or raised an "
-    "error that is not an Exception, such as KeyboardInterrupt, which torch does not pass on; the output of this worker shows its "
-    "traceback, if it has one. raysgd treats this as an error of that code, and does not retry it: raise an Exception there"
+    "error that is not an Exception, such as KeyboardInterrupt, which torch does not pass on. A traceback, if there is one, is in the "
+    "output of this worker. raysgd treats this as an error of that code, and does not retry it. Raise an Exception there"
 )
 
 

@@ -89,9 +89,9 @@ def _warn_without_shuffling(loader: DataLoader[Any]) -> None:
     if type(loader.sampler) is not SequentialSampler or has_own_batches(loader):
         return
     warnings.warn(
-        "the training loader does not shuffle, so every epoch goes through the data in the same order: pass shuffle=True to the "
-        "DataLoader in register_data(train_loader=...), unless the order is meant, as where the operator keeps a state between "
-        "batches. (ray.util.sgd shuffled it by itself on several workers.)",
+        "the training loader does not shuffle, so every epoch goes through the data in the same order. (ray.util.sgd shuffled it by "
+        "itself on several workers.) Pass shuffle=True to the DataLoader in register_data(train_loader=...). Ignore this if the order "
+        "matters, as where the operator keeps a state between batches",
         stacklevel=2,
     )
 
@@ -129,7 +129,7 @@ def _warn_of_single_rows(loader: DataLoader[Any], models: list[nn.Module], setti
     left, parts = rows % (loader.batch_size * settings.num_workers), settings.all_parts
     if 0 < left < 2 * parts and any(type(part) is nn.BatchNorm1d for model in models for part in model.modules()):
         warnings.warn(
-            f"the last step of an epoch has {left} of {rows} rows for {counted(parts, 'part')}, and BatchNorm1d cannot train on a "
-            "single row: pass drop_last=True to the training loader, or another batch_size",
+            f"the last step of an epoch has {left} of {rows} rows for {counted(parts, 'part')}. BatchNorm1d cannot train on a single "
+            "row. Pass drop_last=True to the training loader, or another batch_size",
             stacklevel=2,
         )

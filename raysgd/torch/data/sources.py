@@ -43,14 +43,13 @@ from raysgd.training.seeding import Places, derived_seed
 from raysgd.training.step import Drawn
 
 ENDED_EARLY = (
-    "a DataLoader ended before its sampler did. Most likely the data set, a transform or the collate_fn raised StopIteration, as "
-    "next() does for an iterator without further items, and Python took it for the end of the loader: catch it there, or pass next() a "
-    "default"
+    "a DataLoader ended before its sampler did. Most likely the data set, a transform or the collate_fn raised StopIteration, as next() "
+    "does at the end of an iterator, and Python took it for the end of the loader. Catch it there, or pass next() a default"
 )
 
 SAMPLER_DIVIDES = (
-    "the sampler %s asks torch.distributed for the rank, or for the number of ranks. raysgd divides what rank 0's sampler draws among the "
-    "ranks, so a sampler that draws the part of one rank leaves out the other rows: let it draw the order of all rows, or divide the data "
+    "the sampler %s asks torch.distributed for the rank, or for the number of ranks. raysgd divides what rank 0's sampler draws, so a "
+    "sampler that draws only the part of one rank leaves out the other rows. Let it draw the order of all rows, or divide the data "
     "yourself with add_dist_sampler=False"
 )
 

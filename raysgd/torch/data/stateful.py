@@ -89,7 +89,7 @@ class StatefulSource(LiveSource):
             if mark is not None:
                 reason = f"the position is that of {counted(len(mark[1]), 'worker')}, and there are {rank_info.world_size} now"
             logger.warning(
-                "rank %d: the %s begins %s from its beginning, so some samples are used twice, because %s",
+                "rank %d: the %s begins %s from its beginning, because %s. Some samples are used twice",
                 rank_info.world_rank,
                 type(self.loader).__name__,
                 "this epoch again" if offset else "its next epoch",

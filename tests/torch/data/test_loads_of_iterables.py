@@ -20,8 +20,8 @@ def test_a_load_in_mid_epoch_of_an_iterable_says_that_the_epoch_begins_again(
         trainer.train(num_steps=2)
         other.load_state_dict(trainer.state_dict())
         assert [each.getMessage() for each in caplog.records] == [
-            "the checkpoint is 2 batches into an epoch of a list, whose position it cannot hold: this epoch begins again from its "
-            "beginning, so some samples are used twice. A loader with state_dict and load_state_dict continues"
+            "the checkpoint is 2 batches into an epoch of a list, which has no position to save. This epoch begins again, so some "
+            "samples are used twice. To continue within an epoch, use a loader with state_dict and load_state_dict"
         ]
         assert other.train()["batch_count"] == 6
         whole.load_state_dict(other.state_dict())

@@ -51,7 +51,7 @@ def said(
 
 def test_it_names_shuffle() -> None:
     (text,) = said(DataLoader(DATA, batch_size=4))
-    assert "pass shuffle=True to the DataLoader" in text
+    assert "Pass shuffle=True to the DataLoader" in text
 
 
 def test_loaders_with_an_order_of_their_own_are_not_warned_about() -> None:

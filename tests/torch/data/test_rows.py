@@ -120,7 +120,7 @@ class Split(Line):
         return made
 
 
-SAYS = "the checkpoint was saved with other rows in the train_loader and the validation_loader"
+SAYS = "the checkpoint was saved with different rows in the train_loader and the validation_loader"
 
 
 @pytest.mark.parametrize(
