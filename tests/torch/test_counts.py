@@ -10,21 +10,18 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import ConfigError, ElasticConfig, TorchTrainer, TrainingOptions
+from raysgd import ConfigError, TorchTrainer
 from raysgd.torch import TrainingOperator
 from raysgd.torch.weights import labels_counted
-from tests.local.group import Cluster, Fault
-from tests.local.runs import train, weights_of
+from tests.local.group import Cluster
+from tests.local.runs import train
 from tests.torch.counted import IGNORED, Counting, Default, Weighted, by_hand, data_of, model_of
+from tests.torch.test_exact_gradients import options
 from tests.witness import Witness, Witnessing, entered, witness_group
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
 
 ROWS = 23
-
-
-def options(**given: Any) -> TrainingOptions:
-    return TrainingOptions(parallel="ddp", **given)
 
 
 def check(
@@ -111,29 +108,6 @@ def test_counts_travel_from_the_first_batch_on_that_ignores_something(monkeypatc
     made = sums(monkeypatch)
     check(Late, 3, [(None, 2)], full=14)
     assert made == [4, 4] * 2 + [1, 1] * 2, "the batches are 6, 6, 6 and 5 rows"
-
-
-@pytest.mark.parametrize("grow", [False, True])
-@pytest.mark.parametrize("at", ["forward", "reduced", "applied"])
-def test_kills_without_and_with_a_replacement(at: str, grow: bool) -> None:
-    rows, faults = 40, [Fault("kill", at, rank=0, step=2), Fault("kill", at, rank=1, step=4)]
-    with (
-        Cluster(faults) as cluster,
-        TorchTrainer(
-            training_operator_cls=Counting,
-            config={"rows": rows, "batch": 3},
-            num_workers=3,
-            use_gpu=False,
-            elastic=ElasticConfig(grow=grow),
-        ) as trainer,
-    ):
-        result = trainer.train(max_retries=-1)
-        assert not cluster.left and (result["batch_count"], trainer.batch_mode) == (5, "parts")
-        weights, witnesses = weights_of(trainer), trainer.apply_all_operators(entered)
-    theirs, entries = by_hand(rows, 9)
-    torch.testing.assert_close(weights, theirs, rtol=1e-12, atol=1e-12)
-    for each in witnesses:
-        torch.testing.assert_close(each, entries, rtol=1e-12, atol=1e-12)
 
 
 class Samples(Witnessing, TrainingOperator):
