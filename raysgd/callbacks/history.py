@@ -60,7 +60,7 @@ class History(Callback, Sequence[Mapping[str, Any]]):
         self._rows.append(row)
 
     def on_recovery(self, recovery: Recovery) -> None:
-        self._timeline.see_recovery(recovery)
+        self._timeline.recoveries.append(recovery)
 
     def note(self, values: Mapping[str, Any]) -> None:
         """Add values to the newest row, if there is one."""

@@ -29,8 +29,9 @@ class PrintCallback(Callback):
     def on_result(self, result: CallResult) -> None:
         at = f"epoch {result.epoch}" if result.epoch is not None else f"report {result.step}"
         workers = counted(result.world_size, "worker")
-        shown = _shown(self._selected(result))
-        self._print(f"{result.kind:<8}  {at}  {workers}  {result.seconds:.1f} s  {shown}".rstrip())
+        found = scalars(result.metrics)
+        chosen = own_metrics(found) if self._metrics is None else {n: found[n] for n in self._metrics if n in found}
+        self._print(f"{result.kind:<8}  {at}  {workers}  {result.seconds:.1f} s  {_shown(chosen)}".rstrip())
 
     def on_recovery(self, recovery: Recovery) -> None:
         workers = f"{recovery.world_size_before} -> {counted(recovery.world_size_after, 'worker')}"
@@ -38,12 +39,6 @@ class PrintCallback(Callback):
 
     def on_error(self, error: BaseException) -> None:
         self._print(f"failed: {described(error)}".splitlines()[0])
-
-    def _selected(self, result: CallResult) -> dict[str, Any]:
-        found = scalars(result.metrics)
-        if self._metrics is not None:
-            return {name: found[name] for name in self._metrics if name in found}
-        return own_metrics(found)
 
     def _print(self, line: str) -> None:
         print(line, file=self._file or sys.stdout, flush=True)

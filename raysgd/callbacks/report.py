@@ -83,9 +83,6 @@ class Timeline:
             self._batches += scalars(result.metrics).get("batch_count", 0.0)
             self._add_time(0.0, 0.0)
 
-    def see_recovery(self, recovery: Recovery) -> None:
-        self.recoveries.append(recovery)
-
 
 def page(rows: Sequence[Mapping[str, Any]], timeline: Timeline) -> str:
     """Make the page. Those `rows` that the timeline lacks are of an earlier process."""

@@ -204,8 +204,8 @@ class Generation:
             return False
         source, behind = self._behind(built)
         if behind:
-            with self._table.during("agreement"):
-                if not self._pass_state(source, behind):
+            with self._table.during("agreement"), closing(self._table.group.transfer()) as transfer:
+                if not self._move({source: "state"} | dict.fromkeys(behind, "load"), transfer):
                     return False
         if new and not self._prepare(new):
             return False
@@ -237,7 +237,7 @@ class Generation:
         built = [self._table[worker] for worker in self._select_built(workers)]
         leave = leave or not all(info.is_exact for info in built)
         asked = [info.worker for info in built if leave and (info.in_group or not info.is_exact)]
-        return not asked or self._succeeds(asked, "leave", {}, self.limits.hang_s)
+        return not asked or self._all_ok(self._ask(asked, "leave", {}, self.limits.hang_s))
 
     # -- shards ---------------------------------------------------------------------------------------
 
@@ -292,11 +292,6 @@ class Generation:
         order = progress[source].order
         same = [w for w in workers if order[0] and progress[w].order == order]
         return source, [worker for worker in workers if worker not in (source, *same)]
-
-    def _pass_state(self, source: str, behind: Sequence[str]) -> bool:
-        """Let one worker give its state to those behind. Return False if one has failed."""
-        with closing(self._table.group.transfer()) as transfer:
-            return self._move({source: "state"} | dict.fromkeys(behind, "load"), transfer)
 
     def load(self, workers: Sequence[str], state: Any) -> bool:
         """Let workers load a state. Return False if one has failed. Raise the error of the user's
@@ -413,9 +408,6 @@ class Generation:
             return ask(table, workers, verb, arguments, limit_s=limit_s, generation=number, on_trouble=on_trouble)
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + table.clock() - began
-
-    def _succeeds(self, workers: Sequence[str], verb: str, arguments: dict[str, Any], limit_s: float) -> bool:
-        return self._all_ok(self._ask(workers, verb, arguments, limit_s))
 
     def _all_ok(self, outcomes: dict[str, Outcome]) -> bool:
         """Whether all outcomes are Ok. Raise the error of user code."""

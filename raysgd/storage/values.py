@@ -394,16 +394,12 @@ def _leaf(kind: Any, said: Any) -> Any:
 def _typed(array: np.ndarray, said: dict[str, Any]) -> np.ndarray:
     """The array with the type that was saved, which .npy files may not have."""
     if not said["plain"]:
-        dtype = _dtype(said["dtype"])
+        import ml_dtypes  # has the types that NumPy lacks; TensorFlow and JAX bring it
+
+        dtype = np.dtype(getattr(ml_dtypes, said["dtype"]))
         if dtype.kind in PLAIN_KINDS or dtype.hasobject:
             raise ValueError(f"an array in it has another type than {said['dtype']!r:.60}")
         array = array.view(dtype).reshape(said["shape"])
     if list(array.shape) != said["shape"] or array.dtype.name != said["dtype"]:
         raise ValueError(f"an array in it is {array.dtype} of shape {array.shape}, and {said['dtype']!r:.60} was saved")
     return array
-
-
-def _dtype(name: str) -> Any:
-    import ml_dtypes  # has the types that NumPy lacks; TensorFlow and JAX bring it
-
-    return np.dtype(getattr(ml_dtypes, name))

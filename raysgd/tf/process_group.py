@@ -16,6 +16,7 @@ from raysgd.tf.cluster_config import HeldPortBackend, NoFreePortError
 
 logger = logging.getLogger("raysgd")
 
+HEARTBEAT_S = 10.0  # until a host that cannot be reached counts as failed; a process that ends is noticed at once
 INTERRUPTIONS = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
@@ -30,24 +31,13 @@ RUNTIME_TEXTS = ("Collective", "Coordination", "RecvBuf", "tasks are unhealthy",
 
 class TensorFlowBackend(HeldPortBackend):
     """On a worker, owns the port for TensorFlow's server, and the membership of TensorFlow's
-    collective runtime. On the driver, it owns nothing.
-
-    heartbeat_s  seconds until a host that cannot be reached counts as failed; a process that ends
-                 is noticed at once
-    """
+    collective runtime. On the driver, it owns nothing."""
 
     def __init__(
-        self,
-        *,
-        host: str = "127.0.0.1",
-        join_s: float = 60.0,
-        heartbeat_s: float = 10.0,
-        threads: int | None = None,
-        use_gpu: bool = False,
+        self, *, host: str = "127.0.0.1", join_s: float = 60.0, threads: int | None = None, use_gpu: bool = False
     ) -> None:
         super().__init__(host=host)
-        self._join_s, self._heartbeat_s = join_s, heartbeat_s
-        self._threads, self._use_gpu = threads, use_gpu
+        self._join_s, self._threads, self._use_gpu = join_s, threads, use_gpu
         self._strategy: Any = None
         self._aborted = False
 
@@ -64,7 +54,7 @@ class TensorFlowBackend(HeldPortBackend):
             self._release()
             return
         self._set_tf_config(rank_info, settings)
-        foreign.set_coordination_limits(rank_info.world_size, join_s=self._join_s, heartbeat_s=self._heartbeat_s)
+        foreign.set_coordination_limits(rank_info.world_size, join_s=self._join_s, heartbeat_s=HEARTBEAT_S)
         self._release()  # now, as the strategy starts the server
         self._strategy = tf.distribute.MultiWorkerMirroredStrategy()
         # The runtime handles SIGTERM now. Restore the worker's handler, because SIGTERM is a preemption notice.

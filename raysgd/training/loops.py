@@ -102,10 +102,9 @@ class EpochLoops:
         start: Callable[[str], Callable[[], Any]],
         within: CallOfTrain,
         stop: Callable[[], bool],
-        not_finite: Callable[[], str] = str,
-        begun: Callable[[int, int], int] = lambda loop, done: 0,
-        script: Callable[[], dict[str, Any]] = dict,
-        clock: Callable[[], float] = time.monotonic,
+        not_finite: Callable[[], str],
+        begun: Callable[[int, int], int],
+        script: Callable[[], dict[str, Any]],
     ) -> None:
         self._folder, self._history = folder, history
         self._step, self._start, self._stop, self._train = step, start, stop, within
@@ -117,7 +116,8 @@ class EpochLoops:
         self._calls = 0  # of `train` in this body
         self._begins = False  # whether the next call is the first one of a loop that no checkpoint continues
         self._left = 0  # the epoch in which a loop was left, after it had trained
-        self._schedule = Schedule("epoch" if folder is None else folder.settings.every, clock, at=clock())
+        every = "epoch" if folder is None else folder.settings.every
+        self._schedule = Schedule(every, time.monotonic, at=time.monotonic())
         self._saves_within = False  # the running call
         self._within: WithinCall | None = None  # the part of a call that is running
         self._handle: Any = None  # of the newest save within a call

@@ -120,7 +120,7 @@ class Position:
     def resume_epoch(self) -> None:
         """Restore the epoch's position, if it was stored."""
         if self.parked is not None:
-            self.offset, self.ended, self.epoch_batches = (*self.parked, 0)[:3]
+            self.offset, self.ended, self.epoch_batches = self.parked
             self.parked = None
 
     @property

@@ -320,13 +320,6 @@ def is_node_alive(node: str) -> bool:
     return False
 
 
-def free_by_node() -> dict[str, Mapping[str, float]]:
-    """The free resources of every node that is alive and not draining."""
-    leaving = ask(foreign.draining_nodes)
-    free = ask(foreign.free_resources_by_node)
-    return {node: resources for node, resources in free.items() if node not in leaving}
-
-
 def stderr_tail(pid: int) -> str:
     """The end of the standard error of a Ray process on this machine, or ""."""
     folder = foreign.logs_folder()
@@ -360,7 +353,8 @@ def placement() -> Any:
 
 def room_for(resources: WorkerResources) -> Room:
     """For how many workers there is room. None of them spans two nodes."""
-    free = list(free_by_node().values())
+    leaving = ask(foreign.draining_nodes)
+    free = [each for node, each in ask(foreign.free_resources_by_node).items() if node not in leaving]
     needs = {name: (each, sum(node.get(name, 0.0) for node in free)) for name, each in resources.as_dict().items()}
     capacity = sum(resources.fits(total) for total in alive_nodes().values())
     return Room(sum(resources.fits(_held(node)) for node in free), capacity, can_grow(), needs)

@@ -1,5 +1,7 @@
-"""A ground in a simulated cluster."""
+"""A ground in a simulated cluster, and silence for tests with many failures."""
 
+import logging
+import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,17 @@ import pytest
 from raysgd import ElasticConfig
 from tests.local.ground import LocalGround
 from tests.local.group import Cluster
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Log nothing, and end the loader processes that ranks which have failed or left have not ended."""
+    logging.getLogger("raysgd").disabled = True
+    yield
+    logging.getLogger("raysgd").disabled = False
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
 
 
 @pytest.fixture

@@ -8,10 +8,9 @@ generator of the loader's own, orders differ after a failure, and what does not 
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,8 @@ from raysgd.callbacks import EMA, Callback, EarlyStopping
 from raysgd.torch import TrainingOperator
 from tests.local.group import Cluster
 from tests.tiers import NIGHTLY
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 ROWS = 14
 BREAKS = 2  # the batch of an epoch in which "break" raises an error
@@ -309,13 +310,6 @@ def state(trainer: TorchTrainer, script: Script) -> Any:
     if not script.exact:
         return first[1], [(step, len(samples)) for step, *samples in first[2]], rows
     return first, averaged, rows, Path(trainer.best_checkpoint or "").name
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.getLogger("raysgd").disabled = True
-    yield
-    logging.getLogger("raysgd").disabled = False
 
 
 def close(value: Any) -> Any:

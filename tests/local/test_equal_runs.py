@@ -1,10 +1,8 @@
 """A run is a function of its code, its data, its seed and its parts: whatever happens to its workers and its script, the weights,
 buffers, rates and numbers are those of an undisturbed run."""
 
-import logging
-import multiprocessing
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -25,6 +23,8 @@ from raysgd.torch.skipped_steps import summed
 from tests.local.group import Cluster, Fault
 from tests.local.runs import weights_of
 from tests.torch.schedules import EPOCHS, MOST, STATE, Move, Noted, Setting, Shown, started, trained, trainer_of
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 Ended = tuple[torch.Tensor, dict[str, Any]]  # the weights and the state of a run
 
@@ -70,16 +70,6 @@ TABLE = [
     for feature in {**FEATURES, **SLOW}
     for course in COURSES
 ]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.getLogger("raysgd").disabled = True
-    yield
-    logging.getLogger("raysgd").disabled = False
-    for child in multiprocessing.active_children():  # of ranks that have failed or left
-        child.kill()
-        child.join()
 
 
 @cache

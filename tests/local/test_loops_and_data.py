@@ -56,27 +56,6 @@ class Loading(LedgerOperator):
         self.register_data(train_loader=config["loader_of"]())
 
 
-class Shuffled(LedgerOperator):
-    """Without a generator of the loader's own."""
-
-    def setup(self, config: dict[str, Any]) -> None:
-        super().setup(config)
-        self.register_data(train_loader=DataLoader(Numbered(240), batch_size=4, shuffle=True))
-
-
-@pytest.mark.parametrize("given", [{}, {"operator": Shuffled, "seed": 4}], ids=["generator", "seed"])
-def test_later_epochs_keep_their_order_after_all_workers_have_failed(make: Make, given: Any) -> None:
-    ledgers = []
-    for faults in ((), (Fault(0, 30, others=(1, 2)),)):
-        ground = make(**given)
-        ground.arm(*faults)
-        for _ in range(3):
-            ground.trainer.train()
-        ledgers.append(ground.trainer.apply_all_operators(lambda operator: list(operator.ledger))[0])
-        assert ground.fired() == len(faults) == len(ground.trainer.recoveries)
-    assert ledgers[0] == ledgers[1] and len(ledgers[0]) == 720
-
-
 def loading(make: Make, loader: Callable[[], Any], samples: int = 240) -> LocalGround:
     return make(operator=Loading, config={"loader_of": loader, "samples": samples})
 

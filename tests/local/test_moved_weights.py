@@ -1,7 +1,5 @@
 """A step that is made again begins with the weights of the last one, also if user code moves them before its optimizer acts."""
 
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,14 +13,9 @@ from raysgd.torch.moved_weights import KeepWeights
 from tests.local.group import Cluster, Fault
 from tests.local.runs import weights_of
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 STEPS = 5
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.getLogger("raysgd").disabled = True
-    yield
-    logging.getLogger("raysgd").disabled = False
 
 
 class Moves(TrainingOperator):

@@ -2,7 +2,6 @@
 fails, and those of a loop that seeds for the same places."""
 
 import logging
-import multiprocessing
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,8 @@ from raysgd import ElasticConfig, TorchTrainer, seed_for
 from raysgd.torch import TrainingOperator
 from tests.local.group import Cluster, Fault
 from tests.local.runs import train, weights_of
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 ROWS, BATCH, SEED, EPOCHS = 26, 2, 7, 2
 
@@ -98,16 +99,6 @@ class Drawing(TrainingOperator):
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         return {"val_loss": loss_of(self.model, batch), "num_samples": len(batch[0])}
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.getLogger("raysgd").disabled = True
-    yield
-    logging.getLogger("raysgd").disabled = False
-    for child in multiprocessing.active_children():  # of ranks that have failed or left
-        child.kill()
-        child.join()
 
 
 def trainer(workers: int, *, grow: bool = False, kind: str = "here", seed: int | None = SEED) -> TorchTrainer:

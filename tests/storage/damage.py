@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import random
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,21 @@ def flipped(data: bytes, bit: int) -> bytes:
     changed = bytearray(data)
     changed[bit // 8] ^= 1 << bit % 8
     return bytes(changed)
+
+
+def members(data: bytes) -> dict[str, bytes]:
+    """Return what the members of an archive hold."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def zipped(content: Mapping[str, bytes | str], how: int = zipfile.ZIP_STORED) -> bytes:
+    """Return an archive with these members, whose checksums are right."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", how) as archive:
+        for name, data in content.items():
+            archive.writestr(name, data)
+    return buffer.getvalue()
 
 
 def lengths(size: int) -> list[int]:

@@ -28,7 +28,7 @@ from raysgd.storage import folders, locations, remote, values
 from raysgd.storage.locations import Place
 from raysgd.train import Checkpoint
 from tests import peek, storing
-from tests.storage.damage import Touches, flipped, lengths, tallied
+from tests.storage.damage import Touches, flipped, lengths, members, tallied, zipped
 from tests.storage.function_cases import CONTENT, FOLDER_WAYS, LIST, same
 from tests.tiers import NIGHTLY
 from tests.torch.small import Line, inline
@@ -174,15 +174,9 @@ def damages(data: bytes, *, local: bool, alone: bool) -> Iterator[tuple[str, byt
 
 def without_a_member(data: bytes) -> Iterator[tuple[str, bytes]]:
     """Yield the archive without each of its members. What is left has its checksums."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    for missing in members:
-        buffer = io.BytesIO()
-        with zipfile.ZipFile(buffer, "w") as archive:
-            for name, content in members.items():
-                if name != missing:
-                    archive.writestr(name, content)
-        yield missing, buffer.getvalue()
+    content = members(data)
+    for missing in content:
+        yield missing, zipped({name: each for name, each in content.items() if name != missing})
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 """A TFTrainer that files are tried on, which detects every change, and files that are wrong in many ways."""
 
 import copy
-import io
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 
 from raysgd.tf import TFTrainer  # noqa: E402
-from tests.storage.damage import Tally  # noqa: E402
+from tests.storage.damage import Tally, members, zipped  # noqa: E402
 from tests.tf.small import Small  # noqa: E402
 
 VOLATILE = ("loads", "call", "call_done")
@@ -94,19 +92,6 @@ class Bench:
 # -- hand-made files ---------------------------------------------------------------------------------
 
 
-def members_of(data: bytes) -> dict[str, bytes]:
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
-def zipped(members: dict[str, bytes | str]) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-    return buffer.getvalue()
-
-
 def place_of(head: Any, *keys: Any) -> tuple[Any, int]:
     """Return the list that contains a value in the JSON, and its index there: `{"#": "dict", "items": [[key, value], ...]}`."""
     holder, at = [head], 0
@@ -121,11 +106,11 @@ def place_of(head: Any, *keys: Any) -> tuple[Any, int]:
 
 def changed(data: bytes, *keys: Any, to: Any) -> bytes:
     """Return the file with another value at a path of its state, and correct checksums."""
-    members = members_of(data)
-    head = json.loads(members["state.json"])
+    content = members(data)
+    head = json.loads(content["state.json"])
     holder, at = place_of(head, *keys)
     holder[at] = to(holder[at]) if callable(to) else to
-    return zipped({**members, "state.json": json.dumps(head)})
+    return zipped({**content, "state.json": json.dumps(head)})
 
 
 def without(data: bytes, *keys: Any) -> bytes:

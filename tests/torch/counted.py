@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.torch import TrainingOperator
-from tests.witness import Witness, entered, witness_group
+from raysgd.torch.witness import Witness
 
 __all__ = ["Counting", "Default", "Weighted", "by_hand", "entered", "lengths_of"]
 
@@ -61,6 +61,17 @@ class Counting(TrainingOperator):
 
     def counted(self, kept: torch.Tensor) -> Any:
         return kept.sum()
+
+
+def witness_group(witness: nn.Module) -> dict[str, Any]:
+    """Return the group of an optimizer of plain SGD, in which the witness adds up weights: on the path of the user's own parameters."""
+    return {"params": list(witness.parameters()), "lr": -1.0, "momentum": 0.0}
+
+
+def entered(operator: Any) -> torch.Tensor:
+    """Return the sum of the weights with which each sample has entered."""
+    found: torch.Tensor = operator.unwrapped(operator.witness).entered.detach().clone()
+    return found
 
 
 class Default(TrainingOperator):

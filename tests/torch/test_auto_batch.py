@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -19,26 +17,12 @@ from tests.local.group import Cluster, Fault
 from tests.local.runs import train, weights_of
 from tests.peek import send_ahead
 from tests.replicas import torch_rank
-from tests.tiers import NIGHTLY
-from tests.torch.test_exact_gradients import OPTIONS, Curve, Direct, Sampled, close, options
+from tests.torch.test_exact_gradients import Curve, Direct, Sampled, close
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
 
 WORKERS = 3
 CONFIG = {"rows": 40, "batch": 3}  # five steps of three workers
-
-# Stages of an epoch: the steps of each, and the ranks during it. The last stage has the rest of the steps.
-STAGES = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), max_size=3)
-
-
-def in_stages(stages: list[tuple[int, int]], last: int, steps: int, workers: int) -> list[tuple[int | None, int]]:
-    """Return the stages that begin before the epoch ends."""
-    found: list[tuple[int | None, int]] = []
-    for count, ranks in stages:
-        if steps > count:
-            found.append((count, min(ranks, workers)))
-            steps -= count
-    return [*found, (None, min(last, workers))]
 
 
 class StepsItsSchedule(Curve):
@@ -46,18 +30,6 @@ class StepsItsSchedule(Curve):
         result = super().train_batch(batch, batch_info)
         self.schedule.step()
         return result
-
-
-@settings(max_examples=200 if NIGHTLY else 12, deadline=None)
-@given(st.integers(1, 60), st.integers(1, 4), st.integers(2, 5), STAGES, st.integers(1, 6), OPTIONS)
-def test_any_schedule_ends_with_the_weights_of_an_undisturbed_run(
-    rows: int, batch: int, workers: int, stages: Any, last: int, more: dict[str, Any]
-) -> None:
-    config, given = {"rows": rows, "batch": batch}, {"num_workers": workers, "options": options(**more)}
-    steps = -(-rows // (batch * workers))
-    schedule = in_stages(stages, last, steps, workers)
-    mine = train(Curve, config, schedule, batch="auto", **given)
-    close(mine, train(Curve, config, [(None, workers)], batch="auto", **given))
 
 
 class Outcome:
@@ -102,54 +74,6 @@ ONE, TWO = (KILL,), (KILL, Fault("kill", "reduced", rank=1, step=4))
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each for each in caplog.messages if "cannot be divided into parts" in each]
-
-
-@pytest.mark.parametrize("faults", [ONE, TWO])
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"options": TrainingOptions(accumulate=2, clip_norm=0.1)},
-        {"options": TrainingOptions(on_nonfinite="skip")},
-        {"scheduler_step_freq": "epoch"},
-    ],
-)
-def test_a_worker_that_is_not_replaced_changes_nothing(
-    given: dict[str, Any], faults: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    mine = Outcome(Curve, *faults, **given)
-    mine.assert_equals(Outcome(Curve, **given))
-    assert mine.mode == "parts" and not said(caplog)
-
-
-class Halves(Curve):
-    """Has two optimizers, with one backward pass for both."""
-
-    def register(self, *, models: Any, **parts: Any) -> Any:
-        parts["optimizers"] = [torch.optim.SGD(models[0].parameters(), lr=0.2, momentum=0.9)]
-        parts["optimizers"].append(torch.optim.Adam(models[2].parameters(), lr=0.02))
-        parts["schedulers"] = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in parts["optimizers"]]
-        model, self.optimizers, *rest = super().register(models=models, **parts)
-        return model, self.optimizers[0], *rest
-
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        for optimizer in self.optimizers:
-            self.zero_grad(optimizer)
-        loss = self.criterion(self.model(batch[0]), batch[1])
-        self.backward(loss)
-        for optimizer in self.optimizers:
-            self.step(optimizer)
-        return {"train_loss": loss.detach(), "num_samples": len(batch[0])}
-
-
-@pytest.mark.parametrize("faults", [ONE, TWO])
-def test_optimizers_that_share_a_backward_pass_keep_the_batch(faults: Any, caplog: pytest.LogCaptureFixture) -> None:
-    mine = Outcome(Halves, *faults)
-    mine.assert_equals(Outcome(Halves))
-    assert mine.mode == "parts" and not said(caplog)
-    steps = 2 * -(-CONFIG["rows"] // (CONFIG["batch"] * WORKERS))
-    rates = [each.param_groups[0]["lr"] for each in mine.operator.optimizers]
-    assert rates == [pytest.approx(lr * 0.9**steps) for lr in (0.2, 0.02)], "each schedule steps once in a step"
 
 
 class Normed(Curve):
@@ -641,26 +565,6 @@ def test_batches_of_other_kinds_have_parts(kind: type[Curve], faults: Any, caplo
     assert mine.mode == "parts" and not said(caplog)
 
 
-class Alternating(Halves):
-    """Steps only one of two optimizers in some batches."""
-
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        self.zero_grad()
-        loss = self.criterion(self.model(batch[0]), batch[1])
-        self.backward(loss)
-        self.step(self.optimizers[0])
-        if batch_info["global_step"] % 2:
-            self.step(self.optimizers[1])
-        return {"train_loss": loss.detach(), "num_samples": len(batch[0])}
-
-
-@pytest.mark.parametrize("faults", [ONE, TWO])
-def test_one_of_two_optimizers_may_step_in_some_batches(faults: Any) -> None:
-    mine = Outcome(Alternating, *faults)
-    mine.assert_equals(Outcome(Alternating))
-    assert mine.mode == "parts"
-
-
 def test_parts_that_are_sent_to_the_device_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
     send_ahead(monkeypatch)
     whole = train(Curve, {"rows": 23, "batch": 6}, [(None, 1)])
@@ -731,15 +635,6 @@ def test_states_carry_the_decision() -> None:
     repaired = rank_of(3).resume(direct.checkpoint())
     repaired.train(3, num_steps=1)
     assert repaired.measured.batch_mode == "parts"
-
-
-def test_files_of_older_versions_are_checked_again() -> None:
-    state = rank_of(3).checkpoint()
-    state["position"] |= {"batch_mode": ("per_worker", "a reason", "an advice", False, True, True)}
-    del state["position"]["contract"], state["parts"]
-    rank = rank_of(3).resume(state)
-    rank.train(1, num_steps=1)
-    assert rank.measured.batch_mode == "parts"
 
 
 def test_a_trainer_says_what_was_decided() -> None:

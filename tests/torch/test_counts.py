@@ -8,23 +8,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from raysgd import ConfigError, ElasticConfig, TorchTrainer, TrainingOptions
+from raysgd import ConfigError, TorchTrainer
 from raysgd.torch import TrainingOperator
 from raysgd.torch.weights import labels_counted
-from tests.local.group import Cluster, Fault
-from tests.local.runs import train, weights_of
-from tests.torch.counted import IGNORED, Counting, Default, Weighted, by_hand, data_of, model_of
-from tests.witness import Witness, Witnessing, entered, witness_group
+from tests.local.group import Cluster
+from tests.local.runs import train
+from tests.torch.counted import IGNORED, Counting, Default, Weighted, by_hand, data_of, entered, model_of
+from tests.torch.test_exact_gradients import options
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
 
 ROWS = 23
-
-
-def options(**given: Any) -> TrainingOptions:
-    return TrainingOptions(parallel="ddp", **given)
 
 
 def check(
@@ -111,67 +107,6 @@ def test_counts_travel_from_the_first_batch_on_that_ignores_something(monkeypatc
     made = sums(monkeypatch)
     check(Late, 3, [(None, 2)], full=14)
     assert made == [4, 4] * 2 + [1, 1] * 2, "the batches are 6, 6, 6 and 5 rows"
-
-
-@pytest.mark.parametrize("grow", [False, True])
-@pytest.mark.parametrize("at", ["forward", "reduced", "applied"])
-def test_kills_without_and_with_a_replacement(at: str, grow: bool) -> None:
-    rows, faults = 40, [Fault("kill", at, rank=0, step=2), Fault("kill", at, rank=1, step=4)]
-    with (
-        Cluster(faults) as cluster,
-        TorchTrainer(
-            training_operator_cls=Counting,
-            config={"rows": rows, "batch": 3},
-            num_workers=3,
-            use_gpu=False,
-            elastic=ElasticConfig(grow=grow),
-        ) as trainer,
-    ):
-        result = trainer.train(max_retries=-1)
-        assert not cluster.left and (result["batch_count"], trainer.batch_mode) == (5, "parts")
-        weights, witnesses = weights_of(trainer), trainer.apply_all_operators(entered)
-    theirs, entries = by_hand(rows, 9)
-    torch.testing.assert_close(weights, theirs, rtol=1e-12, atol=1e-12)
-    for each in witnesses:
-        torch.testing.assert_close(each, entries, rtol=1e-12, atol=1e-12)
-
-
-class Samples(Witnessing, TrainingOperator):
-    """Does not count."""
-
-    def setup(self, config: dict[str, Any]) -> None:
-        torch.manual_seed(3)
-        model, witness = nn.Linear(2, 1).double(), Witness(config["rows"])
-        optimizer = torch.optim.SGD([{"params": model.parameters(), "lr": 0.1}, witness_group(witness)])
-        (self.model, self.witness), self.optimizer, self.criterion = self.register(
-            models=[model, witness], optimizers=optimizer, criterion=nn.MSELoss()
-        )
-        x = torch.randn(config["rows"], 2, generator=torch.Generator().manual_seed(7)).double()
-        self.register_data(
-            train_loader=DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=config["batch"])
-        )
-
-
-@settings(max_examples=12, deadline=None)
-@given(st.integers(1, 30), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
-def test_each_sample_enters_once_with_its_part_of_the_step(
-    rows: int, batch: int, workers: int, fewer: int, accumulate: int
-) -> None:
-    found: list[torch.Tensor] = []
-    train(
-        Samples,
-        {"rows": rows, "batch": batch},
-        [(accumulate, workers), (None, min(fewer, workers))]
-        if rows > accumulate * batch * workers
-        else [(None, workers)],
-        options=options(accumulate=accumulate),
-        scheduler_step_freq="epoch",
-        batch="auto",
-        look=lambda trainer, _: found.extend(trainer.apply_all_operators(entered)),
-    )
-    size = batch * workers * accumulate
-    sizes = [min(size, rows - start // size * size) for start in range(rows)]
-    torch.testing.assert_close(found[-1], 1 / torch.tensor(sizes, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
 def test_the_gradient_scaler() -> None:

@@ -236,21 +236,6 @@ def test_samples_that_a_rank_repeats_contribute_nothing(direct: bool) -> None:
     close(train(Repeats, {"rows": 13, "batch": 2}, [(None, 3)]), train(Curve, {"rows": 13, "batch": 6}, [(None, 1)]))
 
 
-def test_hooks_of_user_code_get_gradients_without_a_weight() -> None:
-    """They need not be linear. Two workers compute three parts, which all three had before."""
-
-    class Clamps(Curve):
-        def setup(self, config: dict[str, Any]) -> None:
-            super().setup(config)
-            for parameter in self.unwrapped().parameters():
-                parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
-
-    def run(*schedule: tuple[int | None, int]) -> torch.Tensor:
-        return train(Clamps, {"rows": 36, "batch": 3}, schedule, num_workers=3, batch="auto")
-
-    close(run((1, 3), (None, 2)), run((None, 3)))
-
-
 def test_a_loss_that_is_a_sum_is_refused() -> None:
     class Sums(Curve):
         def loss(self) -> Any:

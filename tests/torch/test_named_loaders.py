@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ConfigError, ElasticConfig, TorchTrainer
-from raysgd.callbacks import Callback
 from tests.local.group import Cluster, Fault
 from tests.replicas import torch_rank
 from tests.torch.small import Line, inline, rows
@@ -43,13 +42,7 @@ def losses(trainer: Any) -> dict[str, Any]:
 
 
 def test_of_one_worker() -> None:
-    kinds: list[str] = []
-
-    class Kinds(Callback):
-        def on_result(self, result: Any) -> None:
-            kinds.append(result.kind)
-
-    with inline(Both, callbacks=[Kinds()]) as trainer:
+    with inline(Both) as trainer:
         trainer.train()
         found = trainer.validate()
         assert (found["num_samples"], found["batch_count"]) == (14, 8)
@@ -65,7 +58,7 @@ def test_of_one_worker() -> None:
         tested = trainer.test()
         assert tested["test_long_loss"] == losses(trainer)["long"] and tested["num_samples"] == 11
         assert not any("val" in name for name in tested)
-    assert kinds == ["train", "validate", "validate", "test"]
+    assert [row["kind"] for row in trainer.history] == ["train", "validate", "validate", "test"]
 
 
 def test_each_call_begins_with_the_first_batches_of_each() -> None:

@@ -9,11 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from raysgd import ElasticConfig, TorchTrainer
 from raysgd.errors import MissingPartError
 from raysgd.torch import TrainingOperator
-from tests.local.group import Cluster, Fault
-from tests.local.runs import weights_of
 from tests.torch.small import Line, inline, weights
 
 ROWS = 23
@@ -100,27 +97,6 @@ def test_a_model_with_its_own_loss_trains_as_a_plain_loop(answer: str, named: bo
         data = Named() if named else TensorDataset(*labelled())
         outputs = trainer.predict(data, batch_size=5)
         assert torch.allclose(outputs, trainer.get_model().layer(x).detach())
-
-
-@pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
-@pytest.mark.parametrize("named", [False, True], ids=["tuples", "dicts"])
-def test_a_worker_that_is_not_replaced_changes_nothing(named: bool) -> None:
-    def trained(*faults: Fault) -> tuple[torch.Tensor, dict[str, Any]]:
-        config = {"answer": ANSWERS["logits first"], "named": named}
-        elastic = ElasticConfig(grow=False)
-        with (
-            Cluster(faults) as cluster,
-            TorchTrainer(
-                training_operator_cls=Own, config=config, num_workers=3, use_gpu=False, elastic=elastic
-            ) as trainer,
-        ):
-            assert [trainer.train()["num_samples"] for _ in range(2)] == [ROWS, ROWS]
-            assert not cluster.left and trainer.batch_mode == "parts"
-            return weights_of(trainer), trainer.validate()
-
-    (mine, found), (expected, others) = trained(Fault("kill", "forward", rank=1, step=2)), trained()
-    torch.testing.assert_close(mine, expected, rtol=1e-12, atol=0)
-    assert found["num_samples"] == ROWS and found["val_accuracy"] == others["val_accuracy"]
 
 
 class Mean(nn.Module):

@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from raysgd import ConfigError, ElasticConfig, TrainingOptions
 from raysgd.torch import TorchTrainer
-from tests.torch.small import Line, Numbers, Recording
+from tests.torch.small import Line, Numbers, Recording, weights
 
 
 class Sizes(Line):
@@ -40,10 +40,6 @@ def trainer_of(operator: Any = Line, *, parts: int, **given: Any) -> TorchTraine
     return TorchTrainer(
         training_operator_cls=operator, **{"parts": parts, "use_gpu": False, "use_ray": False, "seed": 1, **given}
     )
-
-
-def weights(run: TorchTrainer) -> torch.Tensor:
-    return torch.nn.utils.parameters_to_vector(run.get_model().parameters()).detach()
 
 
 def test_one_worker_computes_the_parts_of_a_batch_one_after_another() -> None:

@@ -79,20 +79,6 @@ def test_setup_draws_what_a_script_with_this_seed_draws() -> None:
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_a_run_continues_with_the_same_bits_after_a_load(tmp_path: Path, processes: int) -> None:
-    path = str(tmp_path / "first.pt")
-    config = {"processes": processes}
-    with inline(Augmented, config=config, seed=7) as trainer:
-        trainer.train()
-        trainer.validate()
-        trainer.save(path)
-    with inline(Augmented, config=config, seed=7) as trainer:
-        trainer.load(path)
-        trainer.train()
-        assert torch.equal(weights(trainer), trained(7, **config))
-
-
-@pytest.mark.parametrize("processes", [0, 2])
 def test_in_the_middle_of_an_epoch_the_numbers_continue(tmp_path: Path, processes: int) -> None:
     path, config = str(tmp_path / "half.pt"), {"processes": processes}
     with inline(Augmented, config=config, seed=7) as trainer:
@@ -147,23 +133,6 @@ def test_the_order_is_the_same_for_any_number_of_workers() -> None:
 
 def in_order(samples: torch.Tensor) -> torch.Tensor:
     return samples[samples[:, 0].argsort()][:, :4]
-
-
-def test_after_a_change_of_the_group_all_is_drawn_as_planned() -> None:
-    planned = replica(0, 1)
-    first, second = epoch(planned), epoch(planned, 2)
-    changed = replica(0, 1)
-    changed.train(1, 2)
-    before = torch.cat(changed.operator.seen)
-    joining = replica(0, 1)
-    joining.load(changed.state())
-    found = []
-    for each in (changed, joining):  # in one process, so one after the other
-        each.rejoin()
-        found.append(epoch(each, 2))
-    rest, own = found
-    assert torch.equal(before, first[:6]) and torch.equal(rest, first[6:]) and torch.equal(own, rest)
-    assert torch.equal(epoch(changed, 3), second) and torch.equal(epoch(joining, 3), second)
 
 
 class LeftBehind(Augmented):

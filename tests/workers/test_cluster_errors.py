@@ -12,12 +12,7 @@ import torch
 from raysgd import ResourceError, WorkerStartError
 from raysgd.torch import TorchTrainer
 from tests.torch.on_workers.operators import Classes, OwnError
-
-
-def free_cpus() -> float:
-    import ray
-
-    return float(ray.available_resources().get("CPU", 0))
+from tests.workers.test_resource_release import free_cpus
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,7 @@
-"""The trainer on which the modules of this folder try files of TorchTrainer. Each test leaves it in the state that it had."""
+"""The trainer on which the modules of this folder try files of TorchTrainer, which each test leaves in the state that it had, and a place
+in a store."""
 
+import uuid
 from collections.abc import Iterator
 
 import pytest
@@ -16,3 +18,9 @@ def torch_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 def here(torch_bench: Bench) -> Bench:
     torch_bench.back()  # the random states of this process, too, which other modules change
     return torch_bench
+
+
+@pytest.fixture
+def bucket(s3: str) -> str:
+    """Return a new folder in a bucket."""
+    return f"{s3}/{uuid.uuid4().hex}"

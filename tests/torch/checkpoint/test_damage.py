@@ -1,8 +1,6 @@
 """Files of TorchTrainer that were put together from parts, or have no checksums. `test_every_place.py` flips bits and truncates."""
 
-import io
 import logging
-import random
 import struct
 import zipfile
 from pathlib import Path
@@ -13,37 +11,8 @@ import torch
 
 from raysgd.torch import TorchTrainer
 from tests import storing
-from tests.storage.damage import flipped
-from tests.tiers import NIGHTLY
+from tests.storage.damage import flipped, members, zipped
 from tests.torch.checkpoint.cases import Bench, rich, seed_all, stored, weights
-
-
-def members(data: bytes) -> dict[str, bytes]:
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
-def zipped(content: dict[str, bytes], how: int = zipfile.ZIP_STORED) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", how) as archive:
-        for name, data in content.items():
-            archive.writestr(name, data)
-    return buffer.getvalue()
-
-
-def test_other_damage_is_detected(here: Bench) -> None:
-    good, chance = here.good, random.Random(13)
-    for _ in range(500 if NIGHTLY else 6):
-        first, second = sorted(chance.sample(range(len(good)), 2))
-        piece = good[first:second]
-        here.try_file(good[:first] + bytes(len(piece)) + good[second:])
-        here.try_file(good[:first] + good[second:])
-        here.try_file(good[:second] + piece + good[second:])
-        here.try_file(good[:first] + chance.randbytes(len(piece)) + good[second:])
-    damaged = flipped(good, 8 * good.index(b"archive/data/0") + 8 * 64)
-    for changed in (b"x" + good, good + good, damaged + good, good + damaged, good[::-1], bytes(len(good)), b""):
-        here.try_file(changed)
-    here.next_steps_are_right()
 
 
 def test_a_flipped_bit_in_any_part_is_detected(here: Bench) -> None:

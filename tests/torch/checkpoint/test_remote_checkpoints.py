@@ -1,18 +1,11 @@
 """`save` and `load` of the class API with remote URIs, and with arguments that are neither a path nor a URI."""
 
-import uuid
-
 import pytest
 import torch
 
-from raysgd import CheckpointError, ConfigError
+from raysgd import CheckpointError
 from tests import storing
 from tests.torch.small import inline, weights
-
-
-@pytest.fixture
-def bucket(s3: str) -> str:
-    return f"{s3}/{uuid.uuid4().hex}"
 
 
 @pytest.mark.parametrize(("use_ray", "blocking"), [(False, True), (True, False)])
@@ -47,23 +40,3 @@ def test_missing_and_unknown_files_are_named_in_the_error(bucket: str) -> None:
             trainer.save("s3://no-such-bucket/parts", sharded=True)
         assert torch.equal(weights(trainer), before)
         assert trainer.train()["epoch"] == 1, "it can be used as before"
-
-
-@pytest.mark.more
-def test_tensorflow(bucket: str) -> None:
-    pytest.importorskip("tensorflow")
-    from raysgd.tf import TFTrainer
-    from tests.tf.small import Small as SmallKeras
-
-    with TFTrainer(training_operator_cls=SmallKeras, config={"normalized": False}) as trainer:
-        trainer.train(num_steps=2)
-        path = trainer.save(f"{bucket}/keras.ckpt")
-        assert path == f"{bucket}/keras.ckpt"
-        for call in (trainer.save, trainer.load):
-            with pytest.raises(ConfigError, match="a path, or a URI"):
-                call("")
-        saved = trainer.get_model().get_weights()
-        trainer.train()
-        trainer.load(path)
-        for mine, expected in zip(trainer.get_model().get_weights(), saved, strict=True):
-            assert (mine == expected).all()

@@ -17,11 +17,6 @@ from tests.torch.small import weights as whole
 from tests.torch.test_fsdp import same, trainer, weights
 
 
-@pytest.fixture
-def bucket(s3: str) -> str:
-    return f"{s3}/{uuid.uuid4().hex}"
-
-
 @pytest.fixture(scope="module")
 def two(ray_cluster: None, s3: str) -> Iterator[TorchTrainer]:
     keys = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}

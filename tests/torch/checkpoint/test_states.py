@@ -19,6 +19,7 @@ from raysgd.torch.checkpoint import shard_files
 from raysgd.torch.fsdp import gathered, placed
 from tests import storing
 from tests.peek import parts_of
+from tests.torch.checkpoint.cases import seed_all
 from tests.torch.small import Line, inline, operator_of, weights
 
 
@@ -45,12 +46,6 @@ def halving(optimizer: Any) -> StepLR:
 
 CONFIG: dict[str, Any] = {"shuffle": True, "scheduler": halving}
 ARGUMENTS: dict[str, Any] = {"config": CONFIG, "scheduler_step_freq": "batch", "seed": 5}
-
-
-def seed_all(seed: int) -> None:
-    random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 @pytest.mark.parametrize("before", [0, 2, 3])
@@ -84,22 +79,6 @@ def test_state_dict_does_the_same_without_a_file() -> None:
         second.load_state_dict(state)
         assert torch.equal(kept, weights(second)), "the state is a copy"
         assert second.train()["epoch"] == 2
-
-
-def test_random_states_in_older_checkpoints_are_ignored(tmp_path: Path) -> None:
-    version, internal, gauss = random.Random(3).getstate()
-    rng = [{"python": [version, list(internal), gauss], "torch": torch.Generator().manual_seed(3).get_state()}]
-    with inline(Noisy, **ARGUMENTS) as trainer:
-        trainer.train()
-        torch.save({**trainer.state_dict(), "rng": rng}, tmp_path / "old.pt")
-        trainer.train()
-        expected = weights(trainer)
-        seed_all(99)
-        trainer.load(tmp_path / "old.pt")
-        torch.manual_seed(99)
-        assert torch.initial_seed() == 99 and random.getstate() == random.Random(99).getstate()
-        trainer.train()
-        assert torch.equal(weights(trainer), expected)
 
 
 @pytest.mark.parametrize(("epoch", "within"), [(7, 0), (0, 1)])
@@ -234,33 +213,6 @@ def test_a_changed_state_has_the_versions_of_modules(changed: Callable[[Any], An
     model, twin = Scaled(2, 1), Scaled(2, 1)
     twin.load_state_dict(changed(model.state_dict()))
     assert torch.equal(twin.weight, model.weight)
-
-
-class OwnType:
-    """A type that loading without trust does not know."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-
-class Custom(Line):
-    given: Any = None
-
-    def state_dict(self) -> Any:
-        return OwnType(3)
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.given = state_dict
-
-
-def test_operator_state_of_own_types_needs_trust(tmp_path: Path) -> None:
-    with inline(Custom) as trainer:
-        path = trainer.save(tmp_path / "custom.pt")
-        with pytest.raises(CheckpointError, match="pass trusted=True"):
-            trainer.load(path)
-        assert operator_of(trainer).given is None
-        trainer.load(path, trusted=True)
-        assert operator_of(trainer).given.value == 3
 
 
 @pytest.mark.gpu

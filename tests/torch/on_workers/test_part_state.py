@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
+from tests.torch.small import weights
 from tests.torch.test_part_state import EPOCHS, STEPS, Recurrent, assert_equal
 
 pytestmark = [
@@ -35,10 +35,6 @@ def trainer(mark: Path, **options: Any) -> TorchTrainer:
         elastic=ElasticConfig(grow=False),
         options=TrainingOptions(**options),
     )
-
-
-def weights(run: TorchTrainer) -> torch.Tensor:
-    return torch.nn.utils.parameters_to_vector(run.get_model().parameters()).detach()
 
 
 def test_it_goes_with_its_part_and_is_lost_with_its_only_worker(tmp_path: Path) -> None:
