@@ -215,8 +215,9 @@ def _is_tensor(value: Any) -> bool:
     return hasattr(value, "detach") and hasattr(value, "numel")
 
 
-def _number(value: Any, name: Any = None) -> Any:
-    """A Python number, a copy of a one-element tensor on its device, or None."""
+def _number(value: Any, name: Any = None, *, copied: bool = True) -> Any:
+    """A Python number, a one-element tensor on its device, or None. The tensor is `copied` if the
+    step may write to it later."""
     if type(value) in (float, bool):
         return value
     if _is_tensor(value):
@@ -225,7 +226,7 @@ def _number(value: Any, name: Any = None) -> Any:
         if getattr(value, "is_meta", False):
             raise ValueError(f"{_named(name)} is a tensor on the device 'meta', which holds no data: return its value")
         if not value.is_cpu:
-            return value.detach().clone()  # a copy, because the step may write to its tensor later
+            return value.detach().clone() if copied else value
     try:
         if hasattr(value, "item"):
             value = value.item()
@@ -251,8 +252,11 @@ def _reads_as_number(text: Any) -> bool:
 def _weighted(name: Any, value: Any, n: float) -> tuple[Any, Any]:
     """A metric's number and weight, in a batch of `n` samples. The number is None if it is not
     one."""
-    value = (value, getattr(value, WEIGHT)) if hasattr(value, WEIGHT) else value
-    numbers = [_number(each, name) for each in value] if type(value) is tuple else []
+    if hasattr(value, WEIGHT):
+        value = (value, getattr(value, WEIGHT))
+        numbers = [_number(value[0], name), _number(value[1], copied=False)]
+    else:
+        numbers = [_number(each, name) for each in value] if type(value) is tuple else []
     if numbers and all(each is not None for each in numbers):
         if len(numbers) != 2:
             raise ValueError(

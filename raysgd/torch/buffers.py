@@ -55,6 +55,7 @@ class KeepBuffers(Policy):
         self._after: dict[tuple[int, bool], Contents] = {}
         self._looping = False  # whether a loop over an epoch runs
         self._open = self._sent = False  # whether a step is open, and its buffers have been sent
+        self._sent_for: Any = None  # the optimizer whose `self.step` has just sent them
         # What all ranks get in this generation, None before they have agreed on it: where it is, the buffers, the memory that
         # is sent, and pairs of lists of both.
         self._shared: list[Place] | None = None
@@ -71,15 +72,22 @@ class KeepBuffers(Policy):
             if hasattr(optimizer, "register_step_pre_hook"):
                 optimizer.register_step_pre_hook(self._before_step)
 
+    def check(self, step: Step, optimizer: Any) -> None:
+        """Send the buffers before NCCL's calls are waited for, so that there is one wait."""
+        if self._shared != []:
+            self._send()
+            self._sent_for = optimizer
+
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        sends = self._shared != [] and (self._open or self._looping)
+        sent, self._sent_for = self._sent_for is optimizer, None
+        sends = self._shared != [] and (self._open or self._looping) and not sent
         return after_gradients(args, kwargs, self._send) if sends else None
 
     def on_epoch(self, feed: Any) -> None:
         self._looping = True  # also of steps that user code makes without a batch of the iterator
 
     def begin(self, step: Step) -> None:
-        self._open, self._sent = True, False
+        self._open, self._sent, self._sent_for = True, False, None
         part = step.current.part, step.current.fresh
         if step.place == 0:
             self._keep([*self._all()] if self._places is None else self._places)
@@ -153,7 +161,10 @@ class KeepBuffers(Policy):
 
     def _contents(self) -> Contents:
         places = self._all() if self._places is None else self._places
-        return [(each, held.clone()) for each in places if (held := _held(each)) is not None]
+        held = {each: now for each in places if (now := _held(each)) is not None}
+        copies = {each: torch.empty_like(now) for each, now in held.items()}
+        _copy_together(held.values(), copies.values())
+        return list(copies.items())
 
     def _keep(self, places: Sequence[Place]) -> None:
         now = buffers_at(places)
@@ -211,16 +222,24 @@ def _copied_together(source: Iterable[torch.Tensor], target: Iterable[torch.Tens
     return list(found.values())
 
 
+def _copy_together(source: Iterable[torch.Tensor], target: Iterable[torch.Tensor]) -> None:
+    for pair in _copied_together(source, target):
+        copy_all(*pair)
+
+
 @torch.no_grad()
 def _put(contents: Iterable[tuple[Place, torch.Tensor]]) -> None:
     """Restore the contents of buffers; of one that has been replaced by another kind, the
     buffer."""
+    sources, targets = [], []
     for place, content in contents:
         now = _held(place)
         if now is not None and _alike(now, content):
-            now.copy_(content)
+            sources.append(content)
+            targets.append(now)
         else:
             setattr(*place, content.clone())
+    _copy_together(sources, targets)
 
 
 def _held(place: Place) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from raysgd.core.outcomes import TrainAgain
 from raysgd.errors import ConfigError, shown
-from raysgd.torch.nccl import device as nccl_device
+from raysgd.torch import nccl
 from raysgd.torch.parts import Parts
 from raysgd.training.step import Step
 from raysgd.training.step_policy import Policy
@@ -192,13 +192,15 @@ class Weigh(Policy):
         here = torch.as_tensor(count, dtype=torch.float64, device=self._where(count))
         if step.place == self._place:
             raise ConfigError(TWICE)
-        if step.place == 0:
+        if step.place == 0 and not step.closing:
             self._unit = torch.where(here > 0, here, 1.0)
         total = here if step.place == 0 else self._total.to(here.device) + here
         if not step.closing:
             self._place, self._total = step.place, total
             return here / self._unit
-        of_all = torch.nan_to_num(self._ranks() / self._sum(total.clone()), posinf=0.0)  # nothing may count in a step
+        of_all = torch.nan_to_num(
+            self._sum(total / self._ranks()).reciprocal(), posinf=0.0
+        )  # nothing may count in a step
         if step.place > 0:
             self._place = step.place
             self._parts.multiply_gradients(self._unit.to(here.device) * of_all)
@@ -213,7 +215,7 @@ class Weigh(Policy):
     def _where(self, count: Any = None) -> torch.device:
         """The device on which ranks add numbers."""
         if self._ranks() > 1 and dist.get_backend() != "gloo":
-            return nccl_device()
+            return nccl.device()
         return count.device if self._ranks() == 1 and isinstance(count, torch.Tensor) else torch.device("cpu")
 
 
@@ -243,7 +245,7 @@ def labels_counted(labels: torch.Tensor, ignored: int, weight: torch.Tensor | No
     if weight is not None:
         found = (weight[labels.long() * kept] * kept).sum()
     else:
-        found = kept.sum()
+        found = kept.sum(dtype=None if kept.is_cpu else torch.float64)  # in which ranks add them
     return found.item() if found.is_cpu else found
 
 
