@@ -320,7 +320,7 @@ def others(background: Background) -> dict[str, Any]:
 def test_another_script_with_this_name_must_fit_and_its_code_is_taken(outcome: Any) -> None:
     seen = outcome()
     assert seen["killed"].returncode == -signal.SIGKILL
-    assert "this script has config['lr']=1, and the workers of the trainer 'others'" in seen["learning"].stderr
+    assert "this script has config['lr']=1, but the workers of the trainer 'others'" in seen["learning"].stderr
     assert "NameError" in seen["broken"].stderr
     assert "model 0: weight has shape (2, 1) here and (1, 1)" in seen["shaped"].stderr
     assert "no data" in seen["in_setup"].stderr

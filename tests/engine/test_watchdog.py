@@ -262,7 +262,7 @@ def slow_call(fails_at: dict[str, float]) -> tuple[SlowNetwork, FanOut]:
     table = WorkerTable(group, clock=lambda: group.now)  # type: ignore[arg-type]
     table.enter_group(table.launch(2))
     limits = SimpleNamespace(hang_s=LIMIT_S)
-    job = SimpleNamespace(is_waiting=lambda: False, hurry_s=None)
+    job = SimpleNamespace(is_waiting=lambda: False, hurry_s=None, on_return=lambda rank: None)
     fan_out = FanOut(table, MagicMock(limits=limits, number=1), job, lambda job: False, comparison=MagicMock())  # type: ignore[arg-type]
     fan_out.run(Call(print, {"state": Blob(bytes(SMALL))}))
     return group, fan_out

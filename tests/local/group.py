@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 from unittest.mock import patch
@@ -29,8 +29,9 @@ from raysgd.core.outcomes import Outcome
 from raysgd.engine.engine import Engine
 from raysgd.torch.foreign import run_after_backward
 from raysgd.torch.strategies import Strategy
+from raysgd.torch.trainer import choose_strategy
 from raysgd.torch.wrapping import Exchange
-from raysgd.training.description import RunDescription
+from raysgd.training.description import RunDescription, make_engine
 from raysgd.training.named import NamedRun
 from raysgd.training.snapshots import LOADED_S, Snapshotter
 from raysgd.training.user_functions import notice_preemption
@@ -267,6 +268,15 @@ class Cluster:
         self._stack.callback(torch.set_num_threads, threads)
         torch.set_num_threads(1)
         return self
+
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Let the worker of a new trainer be this process."""
+        with (
+            patch("raysgd.training.description.make_engine", make_engine),
+            patch("raysgd.torch.trainer.choose_strategy", choose_strategy),
+        ):
+            yield
 
     def replace(self, given: dict[str, Any]) -> None:
         """Replace what has these names, until the context ends."""

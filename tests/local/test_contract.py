@@ -356,6 +356,28 @@ def test_the_log_names_what_a_repeated_train_epoch_changes_again(caplog: pytest.
     assert sum("and it has changed self.begun again before its loop" in each for each in caplog.messages) == 1
 
 
+class Policy(Plain):
+    """Makes its steps in `train_epoch`, as for reinforcement learning."""
+
+    train_batch = TrainingOperator.train_batch
+
+    def train_epoch(self, iterator: Any, info: Any = None, num_steps: Any = None, epoch_idx: int = 0) -> dict[str, Any]:
+        for batch in iterator:
+            self.optimizer.zero_grad()
+            self.loss(batch).backward()
+            self.optimizer.step()
+        return {}
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_the_log_names_the_method_that_is_overridden(left: int, caplog: pytest.LogCaptureFixture) -> None:
+    assert Run(Policy, 2, left=left).mode == "per_worker"
+    (said,) = [each for each in caplog.messages if "cannot be divided into parts" in each]
+    assert said.startswith(
+        "train_epoch has a loop of its own" if not left else "train_epoch calls optimizer.step() itself"
+    )
+
+
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "raysgd")

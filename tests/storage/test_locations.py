@@ -16,6 +16,7 @@ import pytest
 
 from raysgd import CheckpointError
 from raysgd.storage import locations, remote
+from raysgd.storage.folders import FileEntry, dump_list
 from raysgd.storage.locations import Place, place
 from raysgd.storage.remote import Uri
 from raysgd.train import Checkpoint
@@ -142,6 +143,21 @@ def test_a_folder_without_its_list_does_not_exist(root: str, files: Path) -> Non
         pass
     locations.delete(where)
     assert locations.names(place(root)) == []
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        (dump_list({"absent": FileEntry(1, "")}), "no checkpoint at"),
+        (dump_list({"a": FileEntry(3, "")}), "a has 1 bytes and was stored with 3"),
+    ],
+)
+def test_a_folder_that_was_changed_is_refused(listed: bytes, message: str) -> None:
+    root = f"memory://{uuid.uuid4().hex}"
+    locations.write(f"{root}/folder/a", b"1")
+    locations.write(f"{root}/folder/{remote.MARKER}", listed)
+    with pytest.raises(CheckpointError, match=message), locations.folder(place(f"{root}/folder")):
+        pass
 
 
 def test_a_store_that_is_not_atomic_gets_objects_under_a_temporary_name(

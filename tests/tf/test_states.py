@@ -1,4 +1,4 @@
-"""A copy of a state for a later save is taken at once; objects in it are refused."""
+"""A copy of a state for a later save is taken at once; objects in it, and other formats, are refused."""
 
 from typing import Any
 
@@ -23,3 +23,11 @@ def test_a_copy_that_is_packed_later_has_what_state_dict_returned_then() -> None
     assert back["seen"] == [1] and back["counts"].tolist() == [1, 1, 1]
     with pytest.raises(CheckpointError, match=r"state\['operator'\]\['net'\] is a object"):
         states.unchanging({**STATE, "operator": {"net": object()}})
+
+
+def test_other_formats_are_recognized() -> None:
+    other = states.dump({**STATE, "format": "something else"})
+    with pytest.raises(CheckpointError, match="not a checkpoint of a TFTrainer"):
+        states.parse(other)
+    with pytest.raises(CheckpointError, match="newer raysgd"):
+        states.parse(states.dump({**STATE, "version": 99}))

@@ -106,7 +106,7 @@ def test_a_call_without_an_optimizer_step_warns_once(caplog: pytest.LogCaptureFi
     (message,) = caplog.messages
     assert (
         "no registered optimizer (Adam) has made a step" in message
-        and "processed: 2): call self.step(tape, l" in message
+        and "processed: 2). To train, call self.step(tape, l" in message
     )
 
 

@@ -76,6 +76,36 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each for each in caplog.messages if "cannot be divided into parts" in each]
 
 
+class Halves(Curve):
+    """Has two optimizers, with one backward pass for both."""
+
+    def register(self, *, models: Any, **parts: Any) -> Any:
+        parts["optimizers"] = [torch.optim.SGD(models[0].parameters(), lr=0.2, momentum=0.9)]
+        parts["optimizers"].append(torch.optim.Adam(models[2].parameters(), lr=0.02))
+        parts["schedulers"] = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in parts["optimizers"]]
+        model, self.optimizers, *rest = super().register(models=models, **parts)
+        return model, self.optimizers[0], *rest
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        for optimizer in self.optimizers:
+            self.zero_grad(optimizer)
+        loss = self.criterion(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        for optimizer in self.optimizers:
+            self.step(optimizer)
+        return {"train_loss": loss.detach(), "num_samples": len(batch[0])}
+
+
+@pytest.mark.parametrize("faults", [ONE, TWO])
+def test_optimizers_that_share_a_backward_pass_keep_the_batch(faults: Any, caplog: pytest.LogCaptureFixture) -> None:
+    mine = Outcome(Halves, *faults)
+    mine.assert_equals(Outcome(Halves))
+    assert mine.mode == "parts" and not said(caplog)
+    steps = 2 * -(-CONFIG["rows"] // (CONFIG["batch"] * WORKERS))
+    rates = [each.param_groups[0]["lr"] for each in mine.operator.optimizers]
+    assert rates == [pytest.approx(lr * 0.9**steps) for lr in (0.2, 0.02)], "each schedule steps once in a step"
+
+
 class Normed(Curve):
     """Has BatchNorm layers, and a buffer that its forward replaces."""
 
@@ -563,6 +593,26 @@ def test_batches_of_other_kinds_have_parts(kind: type[Curve], faults: Any, caplo
     mine = Outcome(kind, *faults)
     close(mine.weights, Outcome(kind).weights)
     assert mine.mode == "parts" and not said(caplog)
+
+
+class Alternating(Halves):
+    """Steps only one of two optimizers in some batches."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.zero_grad()
+        loss = self.criterion(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        self.step(self.optimizers[0])
+        if batch_info["global_step"] % 2:
+            self.step(self.optimizers[1])
+        return {"train_loss": loss.detach(), "num_samples": len(batch[0])}
+
+
+@pytest.mark.parametrize("faults", [ONE, TWO])
+def test_one_of_two_optimizers_may_step_in_some_batches(faults: Any) -> None:
+    mine = Outcome(Alternating, *faults)
+    mine.assert_equals(Outcome(Alternating))
+    assert mine.mode == "parts"
 
 
 def test_parts_that_are_sent_to_the_device_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:

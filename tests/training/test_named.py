@@ -70,9 +70,9 @@ def test_the_same_script_attaches_also_if_its_objects_are_at_other_addresses() -
     [
         (
             {"config": {**CONFIG, "lr": 0.2}},
-            "this script has config['lr']=0.2, and the workers of the trainer 'digits'",
+            "this script has config['lr']=0.2, but the workers of the trainer 'digits'",
         ),
-        ({"config": {**CONFIG, "model": {"sizes": [3]}}}, r"started with config['model']['sizes']=[1, 2]: use that"),
+        ({"config": {**CONFIG, "model": {"sizes": [3]}}}, r"started with config['model']['sizes']=[1, 2]. Use that"),
         ({"config": {}}, "this script has config['lr']=(not set)"),
         ({"kind": "Letters"}, "training_operator_cls=Letters"),
         ({"num_workers": 3}, "num_workers=3"),

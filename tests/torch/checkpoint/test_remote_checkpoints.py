@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from raysgd import CheckpointError
+from raysgd import CheckpointError, ConfigError
 from tests import storing
 from tests.torch.small import inline, weights
 
@@ -40,3 +40,23 @@ def test_missing_and_unknown_files_are_named_in_the_error(bucket: str) -> None:
             trainer.save("s3://no-such-bucket/parts", sharded=True)
         assert torch.equal(weights(trainer), before)
         assert trainer.train()["epoch"] == 1, "it can be used as before"
+
+
+@pytest.mark.more
+def test_tensorflow(bucket: str) -> None:
+    pytest.importorskip("tensorflow")
+    from raysgd.tf import TFTrainer
+    from tests.tf.small import Small as SmallKeras
+
+    with TFTrainer(training_operator_cls=SmallKeras, config={"normalized": False}) as trainer:
+        trainer.train(num_steps=2)
+        path = trainer.save(f"{bucket}/keras.ckpt")
+        assert path == f"{bucket}/keras.ckpt"
+        for call in (trainer.save, trainer.load):
+            with pytest.raises(ConfigError, match="a path, or a URI"):
+                call("")
+        saved = trainer.get_model().get_weights()
+        trainer.train()
+        trainer.load(path)
+        for mine, expected in zip(trainer.get_model().get_weights(), saved, strict=True):
+            assert (mine == expected).all()
