@@ -74,7 +74,7 @@ class KeepBuffers(Policy):
 
     def check(self, step: Step, optimizer: Any) -> None:
         """Send the buffers before NCCL's calls are waited for, so that there is one wait."""
-        if self._shared != []:
+        if self._shared != [] and (self._open or self._looping):
             self._send()
             self._sent_for = optimizer
 
