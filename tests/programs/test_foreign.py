@@ -392,5 +392,5 @@ def test_after_three_kills_it_is_equal_or_a_line_says_what_differs(
     assert counts == [program.rows] * EPOCHS
     if not program.lines:
         torch.testing.assert_close(found, without(program), rtol=1e-9, atol=1e-12)
-    said = [each for each in caplog.messages if "results differ from those of an undisturbed run" in each]
+    said = [each for each in caplog.messages if "results differ from those of an undisturbed run" in each.lower()]
     assert [line in each for line, each in zip(program.lines, said, strict=True)] == [True] * len(program.lines), said
