@@ -65,6 +65,13 @@ def kill_a_worker(output: str) -> None:
     assert "growth: 2 -> 3 workers" in output
 
 
+def kill_under_transformers(output: str) -> None:
+    ends = re.findall(r"200 steps, the last loss is ([\d.]+)", output)
+    assert len(ends) == 2 and ends[0] == ends[1], output
+    assert re.search(r"worker death: 3 -> 2 workers,\n +in place: True, batches redone: 0", output), output
+    assert "the largest difference is below 1e-5: True" in output
+
+
 def old_script(output: str) -> None:
     losses = numbers("train_loss", output)
     assert len(losses) == 5 and losses[-1] < losses[0] / 100, output
@@ -105,6 +112,7 @@ def spot_machines(output: str) -> None:
 CHECKS: dict[str, tuple[Callable[[str], None], int]] = {
     "bad_batch": (bad_batch, 0),
     "kill_a_worker": (kill_a_worker, 1),
+    "kill_under_transformers": (kill_under_transformers, 1),
     "old_script": (old_script, 1),
     "quickstart": (quickstart, 1),
     "spot_machines": (spot_machines, 1),
@@ -114,9 +122,12 @@ CHECKS: dict[str, tuple[Callable[[str], None], int]] = {
 
 
 def missing(name: str) -> list[str]:
-    packages = {"transformers", "torchmetrics"} if name == "text_classifier" else set()
-    packages |= {"matplotlib"}
-    return [package for package in sorted(packages) if importlib.util.find_spec(package) is None]
+    packages = {"text_classifier": {"transformers", "torchmetrics"}, "kill_under_transformers": {"transformers"}}
+    return [
+        package
+        for package in sorted({"matplotlib", *packages.get(name, ())})
+        if importlib.util.find_spec(package) is None
+    ]
 
 
 def run(background: Background, name: str) -> Any:
