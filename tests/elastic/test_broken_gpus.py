@@ -106,7 +106,7 @@ ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_t
 
 class Watch(logging.Handler):
     def emit(self, record):
-        if "keeps this GPU" in record.getMessage():
+        if "keeps the GPU" in record.getMessage():
             (marks / "parked").touch()
 
 logging.getLogger("raysgd").addHandler(Watch())
