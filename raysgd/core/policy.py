@@ -138,7 +138,7 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
 
 
 def with_user_errors(outcomes: Mapping[str, Outcome], suspected: Iterable[int]) -> dict[str, Outcome]:
-    """The outcomes, of which failures of GPUs are errors of user code if a kernel of the user's may
+    """The outcomes, of which failures of GPUs are errors of user code if one of its kernels may
     have caused them, and they are not the first at their step. `suspected` has the steps of earlier
     ones."""
     errors = {worker: error for worker, outcome in outcomes.items() if (error := suspect(outcome)) is not None}

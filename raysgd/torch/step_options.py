@@ -41,7 +41,7 @@ CHANGED_BY_FUNCTION = (
 )
 CHANGED_BY_PARTS = (
     "train_batch has changed %s, and this worker computes several parts of a batch, each of which does that. If anything is computed from "
-    "it, the run will have other results than an undisturbed one: change it in on_step(self, info), or keep it in self.part_state"
+    "it, results differ from those of an undisturbed run. Change it in on_step(self, info), or keep it in self.part_state"
 )
 CHANGED_AGAIN = (
     "train_epoch was called again for the rest of its epoch, because the workers have changed, and it has changed %s again before its "

@@ -263,7 +263,7 @@ def test_code_that_changes_sums_of_gradients_is_refused(kind: Any, says: str, ca
 # -- what the log says ---------------------------------------------------------------------------------------
 
 
-class Counting(Plain):
+class Numbering(Plain):
     def more(self) -> None:
         self.passes, self.fixed = 0, object()
 
@@ -272,7 +272,7 @@ class Counting(Plain):
         return super().loss(batch) / self.passes
 
 
-class Saved(Counting):
+class Saved(Numbering):
     def state_dict(self) -> Any:
         return {"passes": self.passes}
 
@@ -281,13 +281,13 @@ class Saved(Counting):
 
 
 def test_the_log_names_what_is_not_saved_and_what_each_part_changes(caplog: Any) -> None:
-    Run(Counting, 2)
+    Run(Numbering, 2)
     saved = "train_batch has changed self.passes, which checkpoints and new workers will not have"
     assert [each[: len(saved)] for each in caplog.messages] == [saved]
     parts = "train_batch has changed self.passes, and this worker computes several parts of a batch"
     for course in ("one of two", "the first, replaced"):
         caplog.clear()
-        DISTURBED[course](Counting)
+        DISTURBED[course](Numbering)
         said = [each for each in caplog.messages if "train_batch" in each]
         assert len(said) == 2 and said[0].startswith(saved) and said[1].startswith(parts), course
 

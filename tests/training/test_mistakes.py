@@ -322,7 +322,7 @@ RESULTS: dict[str, Case] = {
         )
         for name in ("epoch", "skipped_steps")
     },
-    "a batch count that is no number": (
+    "a batch count that is not a number": (
         called("train", own(train_epoch=lambda self, iterator, info=None: {"batch_count": torch.ones(2)})),
         ["Own.train_epoch returned a metric named 'batch_count'"],
     ),
