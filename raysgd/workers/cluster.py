@@ -47,8 +47,9 @@ NOT_JOINED = {
     "it does not answer": "failed: something accepts connections there, or did so, but no Ray control service (GCS) answers",
 }
 NOT_STARTED = (
-    "The usual causes are an overloaded machine, and too little memory or disk space. Look at Ray's logs in "
-    "/tmp/ray/session_latest/logs, end other programs, or call ray.init(...) with your own arguments before you create the trainer"
+    "Ray did not start on this machine: %s. The usual causes are an overloaded machine, and too little memory or disk space. Look at "
+    "Ray's logs in /tmp/ray/session_latest/logs, end other programs, or call ray.init(...) with your own arguments before you create "
+    "the trainer"
 )
 
 
@@ -120,7 +121,7 @@ def _connect(gpus: float, *, lasting: bool) -> None:
         with foreign.quick_start(interpreter) as settings:
             ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _system_config=settings)
     except Exception as error:
-        raise ClusterError(f"Ray did not start on this machine: {described(error)}. {NOT_STARTED}") from error
+        raise ClusterError(NOT_STARTED % described(error).rstrip(".")) from error
     _launchers[require_ray()] = ""
     cpus = ray.cluster_resources().get("CPU", 0)
     if others:
@@ -170,7 +171,7 @@ def _join_lasting(*, start: bool) -> str:
         except Exception as error:
             if found:
                 raise ClusterError(_not_joined(found, True, f"failed ({described(error)})")) from error
-            raise ClusterError(f"Ray did not start on this machine: {described(error)}. {NOT_STARTED}") from error
+            raise ClusterError(NOT_STARTED % described(error).rstrip(".")) from error
     _launchers[require_ray()] = ""
     if not found:
         logger.warning(
