@@ -4,13 +4,13 @@ Each line is a JSON object. The script writes the first and the last one, and ea
 applied to its weights; all append to one file:
 
     {"event": "begin", "samples": 101}
-    {"event": "step", "worker": "w1", "generation": ["w1", "w2"], "number": 1, "epoch": 0, "samples": [4, 9],
-     "before": "", "after": "6d1c"}
-    {"event": "end", "state": "6d1c", "redone": 0}
+    {"event": "step", "worker": "w1", "generation": "g1", "members": ["w1", "w2"], "number": 1, "epoch": 0,
+     "samples": [4, 9], "before": "", "after": "6d1c"}
+    {"event": "end", "state": "6d1c", "snapshots": []}
 
-`generation` names the workers of the process group by rank, `samples` are those of all of them, and `before` and `after`
-name the state of the weights: the lineage of the final weights are the steps that lead to their state. `redone` is the
-number of steps that were made again from a snapshot, as the script saw. Exit status 1: something is wrong.
+`generation` names the process group and `members` its workers, `samples` are those of all of them, and `before` and
+`after` name the state of the weights: the lineage of the final weights are the steps that lead to their state.
+`snapshots` has the numbers of the steps after which new workers began from a snapshot. Exit status 1: something is wrong.
 """
 
 from __future__ import annotations
@@ -46,16 +46,19 @@ def wrong_numbers(line: list[Line]) -> Iterator[str]:
             yield f"step {before['number'] + 1} is missing: step {after['number']} follows step {before['number']}"
 
 
-def lost_steps(steps: list[Line], line: list[Line], redone: int) -> Iterator[str]:
-    """Each step that a worker has applied is in the lineage. What only workers have applied that ended then may be
-    missing, and as many steps as were announced to be made again."""
-    kept, last = {each["after"] for each in line}, {each["worker"]: each for each in steps}
-    lost: dict[str, Line] = {}
+def lost_steps(steps: list[Line], line: list[Line], snapshots: list[int]) -> Iterator[str]:
+    """Each step that a worker has applied is in the lineage. What may be missing is the last one of a worker that ended,
+    and all that it did since a snapshot with which others began."""
+    kept, made = {each["after"] for each in line}, dict[str, list[Line]]()
     for each in steps:
-        if each["after"] not in kept and last[each["worker"]] is not each:
-            lost.setdefault(each["after"], each)
-    for each in [*lost.values()][redone:]:
-        yield f"step {each['number']} of worker {each['worker']} was committed, and is lost"
+        made.setdefault(each["worker"], []).append(each)
+    for worker, own in made.items():
+        stays = max((place for place, each in enumerate(own, 1) if each["after"] in kept), default=0)
+        first = own[stays]["number"] if stays < len(own) else 0
+        again = first - 1 in snapshots or (not stays and any(number < first for number in snapshots))
+        for each in own[: stays if again else -1]:
+            if each["after"] not in kept:
+                yield f"step {each['number']} of worker {worker} was committed, and is lost"
 
 
 def wrong_samples(line: list[Line], samples: int) -> Iterator[str]:
@@ -71,15 +74,15 @@ def wrong_samples(line: list[Line], samples: int) -> Iterator[str]:
 def overlaps(steps: list[Line]) -> Iterator[str]:
     """Where a worker is in a new generation, the old one makes no step. The last step of a worker that was given up may be
     written later."""
-    order: dict[tuple[str, ...], int] = {}
+    order: dict[str, int] = {}
     newest: dict[str, int] = {}
     last = {each["worker"]: each for each in steps}
     for each in steps:
-        number = order.setdefault(tuple(each["generation"]), len(order))
-        left = [worker for worker in each["generation"] if number < newest.get(worker, 0)]
+        number = order.setdefault(each["generation"], len(order))
+        left = [worker for worker in each["members"] if number < newest.get(worker, 0)]
         if each["worker"] in left or (left and last[each["worker"]] is not each):
             yield f"generations overlap: step {each['number']} was made in one that worker {left[0]} had left"
-        newest.update({worker: max(number, newest.get(worker, 0)) for worker in each["generation"]})
+        newest.update({worker: max(number, newest.get(worker, 0)) for worker in each["members"]})
 
 
 def wrong(lines: list[Line]) -> Iterator[str]:
@@ -93,7 +96,7 @@ def wrong(lines: list[Line]) -> Iterator[str]:
     if not line or line[0]["before"]:
         yield f"the steps that lead to the final state {end['state']!r} are not in the history"
     yield from wrong_numbers(line)
-    yield from lost_steps(steps, line, end["redone"])
+    yield from lost_steps(steps, line, end["snapshots"])
     yield from wrong_samples(line, begin["samples"])
     yield from overlaps(steps)
 
@@ -102,7 +105,7 @@ def main(path: str) -> str | None:
     lines = [json.loads(each) for each in Path(path).read_text(encoding="utf-8").splitlines()]
     found = [*wrong(lines)]
     kept = sum(each["event"] == "step" for each in lines)
-    generations = len({tuple(each["generation"]) for each in lines if each["event"] == "step"})
+    generations = len({each["generation"] for each in lines if each["event"] == "step"})
     print(f"{path}: {kept} lines of steps, {generations} generations, {len(found)} errors")
     return "\n".join(found) or None
 

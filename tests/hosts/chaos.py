@@ -4,9 +4,10 @@
 
 The first of four hosts runs the script, and has no worker. A host that has failed is started again before the next fault. After
 each epoch, the samples that the weights have seen are compared with the data set, and the weights of the ranks with each
-other.
+other. At the end, the history of all steps is checked.
 
-Exit status 1: a sample was lost or used twice, weights differed, training failed, or not all faults could be injected.
+Exit status 1: a sample was lost or used twice, weights differed, the history is wrong, training failed, or not all faults
+could be injected.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import json
 import random
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
+from tests.histories import Line, checked, write
 from tests.hosts.hosts import Host, Hosts
 from tests.hosts.parts import begin, found_by
 
@@ -62,6 +66,7 @@ HARMS = (
 )  # the same, as tests/harming.py names them
 OBEYS_S = 5.0  # in a batch of its training
 EVERY_S = 3.0  # from the end of a fault to the next one, on average
+SAMPLES = 2000  # of an epoch, as driver.py has them
 END_S = 300.0  # for the first epoch and the last one
 
 
@@ -74,6 +79,7 @@ class Disturber:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="disturber")
         self.faults: Counter[str] = Counter()
+        self.steps: list[Line] = []  # the history of hosts that have ended
         self.troubles: list[str] = []
 
     def __enter__(self) -> Disturber:
@@ -114,8 +120,8 @@ class Disturber:
         actions: list[Callable[[Host], None]] = [
             lambda host: send(host, "ray::WorkerActor", signal.SIGKILL),
             self._kill_two,
-            Host.kill,
-            Host.end,
+            lambda host: self._lose(host, host.kill),
+            lambda host: self._lose(host, host.end),
             lambda host: self._during(host.unplugged(), 4),
             lambda host: self._during(host.unplugged(), 15),
             lambda host: self._during(host.without_route_to(*(each for each in others if each is not host)), 15),
@@ -142,7 +148,12 @@ class Disturber:
         """Ray counts the host as failed then, so it is started again, after its workers have had time to end."""
         send(host, "raylet/raylet ", signal.SIGKILL)
         self._ended.wait(5)
-        host.end()
+        self._lose(host, host.end)
+
+    def _lose(self, host: Host, end: Callable[[], None]) -> None:
+        """End a host, after it has told what it did: its files go with it."""
+        self.steps += told_on(host)
+        end()
 
 
 def send(host: Host, name: str, number: signal.Signals) -> None:
@@ -166,6 +177,24 @@ def order(host: Host, kind: str) -> None:
     raise ProcessLookupError(f"no worker on {host.name} trains")
 
 
+def told_on(host: Host) -> list[Line]:
+    """Return the steps that the workers of this host have applied. A killed one may have left half a line."""
+    lines = host.call("sh", "-c", "cat /tmp/history.jsonl 2> /dev/null || true").splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def wrong_in(steps: list[Line], state: str, snapshots: list[int]) -> str:
+    """Return what is wrong in the history of all hosts together, which have one clock. The last state is that of the
+    script's last epoch."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "history.jsonl"
+        write(path, event="begin", samples=SAMPLES)
+        for each in sorted(steps, key=lambda line: line["time"]):
+            write(path, **each)
+        write(path, event="end", state=state, snapshots=snapshots)
+        return checked(path)[1]
+
+
 def chaos(*, faults: int, seed: int, minutes: float = 60.0) -> dict[str, Any]:
     """Return what was done, and what was found."""
     began = time.monotonic()
@@ -175,7 +204,9 @@ def chaos(*, faults: int, seed: int, minutes: float = 60.0) -> dict[str, Any]:
             script.until("now epoch 1")
             with Disturber(hosts, faults=faults, seed=seed, minutes=minutes) as disturber:
                 found = found_by(script)
+                steps = [*disturber.steps, *(line for host in hosts.all[1:] if host.runs for line in told_on(host))]
     recoveries = found.get("recoveries", [])
+    broken = wrong_in(steps, found.get("told", ""), found.get("snapshots", []))
     return {
         "seed": seed,
         "faults": disturber.faults.total(),
@@ -191,6 +222,8 @@ def chaos(*, faults: int, seed: int, minutes: float = 60.0) -> dict[str, Any]:
         "from_a_snapshot": [each for each in recoveries if not each["in_place"]],
         "batches_redone": sum(each["batches_redone"] for each in recoveries),
         "longest_recovery_s": round(max((each["seconds"] for each in recoveries), default=0.0), 1),
+        "steps": len(steps),
+        "wrong": broken,
         "seconds": round(time.monotonic() - began),
         "error": found.get("error", ""),
     }
@@ -204,7 +237,16 @@ def main() -> None:
     args = parser.parse_args()
     row = chaos(faults=args.faults, seed=args.seed, minutes=args.minutes)
     print(json.dumps(row, indent=1))
-    sys.exit(bool(row["lost"] or row["doubled"] or row["differing"] or row["error"] or row["faults"] < args.faults))
+    sys.exit(
+        bool(
+            row["lost"]
+            or row["doubled"]
+            or row["differing"]
+            or row["wrong"]
+            or row["error"]
+            or row["faults"] < args.faults
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from raysgd.cli import main
 from raysgd.config import ElasticConfig
 from raysgd.errors import RaysgdError
 from tests.harming import Injected, harm
+from tests.histories import Steps, snapshots, write
 
 SAMPLES = 400
 SETTINGS = {"samples": SAMPLES, "batch_size": 8, "step_s": 0.0}
@@ -40,6 +41,7 @@ STORMY = {**LONGER, "samples": 2000, "batch_size": 12}
 ELASTIC = {"hang_timeout_s": float(os.environ.get("HANG_TIMEOUT_S", "20")), "snapshot_every": None}
 SHARDED = TrainingOptions(parallel="fsdp", replicas=2)
 BUCKET = "s3://bucket"
+HISTORY = "/tmp/history.jsonl"
 
 
 class LargeOperator(CountingOperator):
@@ -68,7 +70,26 @@ class BorrowingOperator(CountingOperator):
 
 
 class ObeyingOperator(CountingOperator):
-    """Does to its process what a file on its host says (`tests/harming.py`)."""
+    """Does to its process what a file on its host says (`tests/harming.py`). Writes the history of its steps on its host."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.steps = Steps()
+        self.optimizer.register_step_post_hook(self.tell)
+
+    def exchange(self, index):
+        self.samples = self.steps.gathered(index.tolist())
+        return torch.tensor(self.samples)
+
+    def tell(self, *_):
+        write(HISTORY, **self.steps.made(self.epoch, self.samples))
+
+    def state_dict(self):
+        return {**super().state_dict(), "told": self.steps.told}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.steps.told = state_dict.get("told", self.steps.told)
 
     def train_batch(self, batch, batch_info):
         with contextlib.suppress(FileNotFoundError):
@@ -260,7 +281,9 @@ def storm() -> dict[str, Any]:
                 if not injected(error):
                     raise
                 raised += 1  # the next call trains the rest of the epoch
-        return {**facts(of, STORMY["samples"]), "epochs": epochs, "raised": raised}
+        told = of.apply_all_operators(lambda operator: operator.steps.told["after"])[0]
+        began = snapshots(of.recoveries)
+        return {**facts(of, STORMY["samples"]), "epochs": epochs, "raised": raised, "told": told, "snapshots": began}
 
 
 def injected(error: BaseException) -> bool:

@@ -164,7 +164,7 @@ def test_the_script_and_a_worker_are_on_the_head(make: Callable[..., Hosts]) -> 
 def test_faults_at_random() -> None:
     found = chaos(faults=8, seed=int(time.time()))
     print(found)
-    assert (found["lost"], found["doubled"], found["differing"], found["error"]) == (0, 0, 0, "")
+    assert (found["lost"], found["doubled"], found["differing"], found["wrong"], found["error"]) == (0, 0, 0, "", "")
     assert found["faults"] == 8 and found["epochs"] > 1
 
 
