@@ -27,12 +27,13 @@ EQUAL = re.compile(r"same bits|\d(\.\d)?e-0[5-9]")
 
 
 class Part(NamedTuple):
-    """What is promised, the command that shows it, and a function of its output that returns the figure of the page, or
-    raises a ValueError."""
+    """What is promised, the command that shows it, a function of its output that returns the figure of the page, or
+    raises a ValueError, and one that draws a picture."""
 
     promise: str
     command: Sequence[str]
     figure: Callable[[str], str]
+    picture: Callable[[str], str] = lambda _: ""
     limit_s: float = 900.0  # against hangs: a busy machine takes several times longer
 
 
@@ -52,9 +53,21 @@ def document(output: str) -> dict[str, Any]:
 
 def curve(output: str) -> str:
     row = document(output)["rows"][0]
-    if row["repeated_samples"]:
-        raise ValueError(f"{row['repeated_samples']} samples were repeated")
+    if row["repeated_samples"] or not row["still_s"]:
+        raise ValueError(f"{row['repeated_samples']} samples were repeated, and {row['still_s']} s are without a step")
     return f"{row['still_s']} s without a step, {row['before']:.0f} samples per second before, none repeated"
+
+
+def drawn(output: str) -> str:
+    """Return the curve of new samples per second, with a line where the worker was killed."""
+    row = document(output)["rows"][0]
+    rates, before = row["new_per_s"], row["from_s"].index(0.0)
+    heights = [80 * rate / max(rates) for rate in rates]
+    bars = [
+        f'<rect x="{20 * n}" y="{80 - high:.0f}" width="18" height="{high:.0f}"/>' for n, high in enumerate(heights)
+    ]
+    killed = f'<path d="M{20 * before - 1} 0V80" stroke="#b00" stroke-width="2"/>'
+    return f'<svg width="{20 * len(rates)}" height="80" fill="#468">{"".join(bars)}{killed}</svg>'
 
 
 def equal(output: str) -> str:
@@ -90,6 +103,7 @@ PARTS = (
         "When one of three workers is killed, the others continue, and no sample is repeated",
         [sys.executable, "examples/benchmarks/kill_curve.py", "--smoke"],
         curve,
+        drawn,
     ),
     Part(
         "Under 20 signals to workers, each sample enters the weights as often as without them",
@@ -100,7 +114,7 @@ PARTS = (
         said(r"samples .*each as often"),
     ),
     Part(
-        "No one of 2,000 simulated schedules of faults breaks a promise",
+        "None of 2,000 simulated schedules of faults breaks a promise",
         [sys.executable, "-m", "tests.simulation", "--seeds", "2000"],
         said(r"[\d,]+ seeds, .* 0 failed"),
     ),
@@ -164,7 +178,8 @@ def page(found: Sequence[Shown], machine: dict[str, Any]) -> str:
     kept = sum(each.kept for each in found)
     rows = [
         f"<tr><td>{html.escape(each.part.promise)}<td class={'yes' if each.kept else 'no'}>"
-        f"{'as promised' if each.kept else 'NOT as promised'}<td>{html.escape(each.figure)}<td>{each.seconds:.0f} s"
+        f"{'as promised' if each.kept else 'NOT as promised'}<td>{html.escape(each.figure)}"
+        f"{each.part.picture(each.output) if each.kept else ''}<td>{each.seconds:.0f}&nbsp;s"
         for each in found
     ]
     outputs = [

@@ -46,15 +46,23 @@ def curve(steps: Sequence[traces.Step], killed_at: float, redone: int, epoch: in
     }
 
 
-def row(case: Case, steps: Sequence[traces.Step], victim: traces.Step, killed_at: float, bins: range) -> dict[str, Any]:
-    """A peer begins the epoch again, so all steps that its rank 0 had done of it are repeated; raysgd continues."""
+def row(
+    case: Case, steps: Sequence[traces.Step], victim: traces.Step, killed_at: float, bins: range, of_epoch: int
+) -> dict[str, Any]:
+    """A peer begins the epoch again, so all steps that its rank 0 had done of it are repeated. raysgd continues: whole steps
+    that are noted beyond those `of_epoch` are repeated; survivors may note the step of the kill twice."""
     before = [step for step in steps if step.at <= killed_at]
-    redone = 0 if case.continues else sum((step.rank, step.epoch) == (0, victim.epoch) for step in before)
+    if case.continues:
+        redone = max(0, sum(step.epoch == victim.epoch for step in steps) // case.workers - of_epoch)
+    else:
+        redone = sum((step.rank, step.epoch) == (0, victim.epoch) for step in before)
     drawn = curve(steps, killed_at, redone, victim.epoch, bins)
     after = [step for step in steps if step.at > killed_at]
     calm = [rate for start, rate in zip(drawn["from_s"], drawn["new_per_s"], strict=True) if start < -BIN_S]
     if case.continues:  # the pause in which the replacement joins is not the one that the failure makes
-        after = [step for step in after if step.at < newcomers_first_step(list(steps), killed_at) - 1.0]
+        joined = newcomers_first_step(list(steps), killed_at)
+        alone = [step for step in after if step.at < joined - 1.0]
+        after = alone or [step for step in after if step.at <= joined]
     return {
         "contender": SHOWN[case.name],
         "workers": case.workers,
@@ -78,7 +86,7 @@ def measured(case: Case, steps: int, epochs: int, bins: range) -> dict[str, Any]
             if case.continues:
                 raise
             return {"contender": SHOWN[case.name], "note": f"failed: {reason(error)}"}
-        return row(case, traces.read(folder), victim, killed_at, bins)
+        return row(case, traces.read(folder), victim, killed_at, bins, steps)
 
 
 def main() -> None:

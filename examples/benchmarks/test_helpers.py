@@ -58,6 +58,17 @@ def test_samples_after_a_kill_are_new_or_repeated() -> None:
     assert [rate * 0.25 / 8 for rate in drawn["repeated_per_s"]] == [0, 2, 0]
 
 
+@pytest.mark.parametrize(("more", "repeated"), [(0, 0), (1, 0), (3, 24)])
+def test_whole_steps_beyond_an_epoch_are_repeated(more: int, repeated: int) -> None:
+    """Three workers of raysgd make four steps. Rank 1 is killed after the second one, and `more` parts are noted again."""
+    parts = [(9.0 + 0.25 * step, rank, rank, 1) for step in range(4) for rank in (0, 1, 2)]
+    after = [(10.1 + 0.1 * again, 0, 0, 1) for again in range(more)]
+    notes = [traces.Step(*each) for each in [*parts, *after]]
+    victim = notes[4]
+    row = kill_curve.row(kill_curve.CASES[0], notes, victim, 9.3, range(-3, 2), 4)
+    assert row["repeated_samples"] == repeated
+
+
 def test_what_comes_after_a_kill() -> None:
     old, new = [(0.0, 7, 0, 0), (1.0, 7, 0, 1), (1.1, 8, 1, 1), (2.1, 7, 0, 1)], [(3.5, 7, 0, 1), (3.6, 9, 1, 1)]
     begins = [(-1.0, 7, 0, 0), (3.0, 7, 0, 1), (3.2, 9, 1, 1)]

@@ -10,7 +10,7 @@ from tools import prove
 
 SAME = {"program": "resnet", "figure": "val_loss", "by_hand": "0.8", "three_kills": "0.8, same bits"}
 SAME |= {"raysgd": "0.8, 3e-08", "started_again": "0.8, same bits"}
-CURVE = {"repeated_samples": 0, "still_s": 1.2, "before": 400.0}
+CURVE = {"repeated_samples": 0, "still_s": 1.2, "before": 400.0, "from_s": [-0.5, 0.0], "new_per_s": [400.0, 200.0]}
 PASSED = ("12 passed in 3.2s", "11 passed, 1 failed")
 # What each part prints if all is as promised, and if not; where only its exit status differs, that is 1.
 PRINTED = (
@@ -39,6 +39,7 @@ def test_all_parts_are_as_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     status, page = proven(monkeypatch, tmp_path, [printing(good) for good, _ in PRINTED])
     assert status == 0 and f"{len(PRINTED)} of {len(PRINTED)} as promised" in page
     assert "1.2 s without a step, 400 samples per second before" in page and "torch 2." in page
+    assert '<rect x="20" y="40" width="18" height="40"/>' in page and 'd="M19 0V80"' in page
 
 
 @pytest.mark.parametrize("broken", range(len(PRINTED)))
@@ -47,6 +48,11 @@ def test_a_part_is_not(broken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     commands[broken] = printing(PRINTED[broken][1], status=int(PRINTED[broken] == PASSED))
     status, page = proven(monkeypatch, tmp_path, commands)
     assert status == 1 and page.count("NOT as promised") == 1
+
+
+def test_a_curve_without_a_step_after_the_kill_shows_nothing() -> None:
+    with pytest.raises(ValueError, match=r"0.0 s are without a step"):
+        prove.curve(json.dumps({"rows": [{**CURVE, "still_s": 0.0}]}, indent=1))
 
 
 @pytest.mark.parametrize(
