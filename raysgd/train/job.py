@@ -59,6 +59,8 @@ class FunctionJob:
     metadata, trial    what `train.get_context()` returns
     shards             creates the parts of the datasets
     hook               what each worker calls when it starts
+    record             gets rank 0's metrics of each round, and the number of the newest checkpoint,
+                       before the round's reports return; the writer's thread calls it
     """
 
     function: Callable[..., Any]
@@ -69,6 +71,7 @@ class FunctionJob:
     trial: Mapping[str, Any] = field(default_factory=dict)
     shards: DatasetSplits | None = None
     hook: Callable[[], Any] | None = None
+    record: Callable[[dict[str, Any], int], None] = lambda metrics, newest: None
 
     def make_manager(self, directory: Any, *, latest_id: int = BEFORE_FIRST) -> CheckpointManager:
         """Return the manager of the run's checkpoints, which are stored in its directory."""

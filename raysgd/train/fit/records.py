@@ -142,11 +142,13 @@ class RunRecord:
         """Note that the workers are ready, and that the function starts."""
         self._last = self._warm = time.time()
 
-    def add(self, row: Mapping[str, Any], newest: int | None) -> None:
-        """Write a report of rank 0. Upload the file whenever there is a new checkpoint."""
-        is_new = newest is not None and newest != (self._numbers[-1] if self._numbers else None)
+    def add(self, row: Mapping[str, Any], newest: int) -> None:
+        """Write a report of rank 0. Upload the file whenever there is a new checkpoint; before the
+        first one, `newest` is below 0."""
+        number = newest if newest >= 0 else None
+        is_new = number is not None and number != (self._numbers[-1] if self._numbers else None)
         self.rows.append({**self._autofill(), **row})
-        self._numbers.append(newest)
+        self._numbers.append(number)
         self._append()
         if is_new:
             self._upload()

@@ -5,7 +5,8 @@ fit()
     take a new directory; or that of the run that is restored, with its checkpoints and reports
     write the trainer's settings
     start the workers, and run the function
-        a round is complete -> write rank 0's report, and call the callbacks
+        a round is complete -> its checkpoint and rank 0's metrics are written, and its reports return;
+                               the callbacks are called
     end the workers
     return the Result, or raise the error that ended the run
 """
@@ -27,7 +28,6 @@ from raysgd.train.driver import FunctionDriver, TrainingIterator
 from raysgd.train.fit.records import RunRecord, StoredRun
 from raysgd.train.fit.result import Result
 from raysgd.train.job import FunctionJob, FunctionWorkers
-from raysgd.train.rounds import RoundResult
 from raysgd.train.settings import RunConfig
 
 logger = logging.getLogger("raysgd")
@@ -55,14 +55,11 @@ def run_and_store(
         manager.adopt(stored.metrics_by_checkpoint())
     record.begin(settings)
 
-    def write(result: RoundResult) -> None:
-        record.add(result.rows[0], result.checkpoint_id if result.checkpoint_id >= 0 else None)
-
     try:
         executor.start(job.hook)
         record.note_start()
-        rounds = TrainingIterator(executor, callbacks, record=write)
-        job = replace(job, trial=record.trial())
+        rounds = TrainingIterator(executor, callbacks)
+        job = replace(job, trial=record.trial(), record=record.add)
         values = rounds.run_to_end(job, manager, trainer=trainer, folder=log_dir)
         record.end(None)
     except BaseException as error:
