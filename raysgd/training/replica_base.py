@@ -74,7 +74,6 @@ class ReplicaBase(ABC):
             )
         self.operator, self.control, self.position = operator, control, self.internals.position
         self.sources: dict[str, Any] = {}  # by phase
-        self._seed, self.num_workers = settings.seed, settings.num_workers
         self.results = self._make_results()
         self.evaluations = {kind: Evaluations(kind) for kind in PHASES.values()}
         self._joined_at = 0  # the step before which it joined a running group
@@ -283,7 +282,8 @@ class ReplicaBase(ABC):
     def places(self, phase: str) -> Places | None:
         """The places of this phase, for which a trainer's `seed` decides all random numbers."""
         kind, name = split(phase)
-        return None if self._seed is None else Places(self._seed, CALLS.get(kind, kind), name)
+        seed = self.internals.settings.seed
+        return None if seed is None else Places(seed, CALLS.get(kind, kind), name)
 
     def seeding(self, phase: str) -> Callable[..., None] | None:
         """What seeds this process for one of these places."""
