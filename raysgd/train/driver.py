@@ -412,11 +412,11 @@ class TrainingIterator:
         result = CallResult(
             kind="report",
             epoch=epoch if isinstance(epoch, int) else None,
-            step=int(_finite(first.get("_training_iteration"), self._rounds)),
+            step=int(_take_finite(first.get("_training_iteration"), self._rounds)),
             metrics=first,
             by_worker=rows,
             world_size=len(rows),
-            seconds=float(_finite(first.get("_time_this_iter_s"), 0.0)),
+            seconds=float(_take_finite(first.get("_time_this_iter_s"), 0.0)),
             traces=round_.traces,
         )
         self._callbacks.result(result)
@@ -448,6 +448,6 @@ class TrainingIterator:
 SGDIterator = TrainingIterator
 
 
-def _finite(value: Any, default: float) -> float:
+def _take_finite(value: Any, default: float) -> float:
     """Take raysgd's own number in a report, unless the function reported something else there."""
     return value if isinstance(value, (int, float)) and math.isfinite(value) else default

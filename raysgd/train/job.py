@@ -76,7 +76,7 @@ class FunctionJob:
     def make_manager(self, directory: Any, *, latest_id: int = BEFORE_FIRST) -> CheckpointManager:
         """Return the manager of the run's checkpoints, which are stored in its directory."""
         check_strategy(self.checkpoint_config)
-        initial = payload_of(self.checkpoint)
+        initial = pack_checkpoint(self.checkpoint)
         return CheckpointManager(directory, self.checkpoint_config, latest_id=latest_id, initial=initial)
 
 
@@ -111,7 +111,7 @@ def check_function(function: Any, config: Any) -> tuple[Callable[..., Any], tupl
     return function, (dict(config or {}),) * count
 
 
-def payload_of(checkpoint: Any) -> bytes | None:
+def pack_checkpoint(checkpoint: Any) -> bytes | None:
     """Make bytes of the checkpoint that a run starts from. Raise an error here, before any worker
     gets it, if it is damaged, unknown, or would run code."""
     if checkpoint is None:

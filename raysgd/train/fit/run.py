@@ -49,7 +49,7 @@ def run_and_store(
     # These first, because invalid callbacks and settings must not leave a directory behind.
     callbacks, executor = make_callback_list(config.callbacks, history=history), FunctionDriver(workers)
     stored = None if past is None else StoredRun.read(past)
-    where, log_dir = _new_place(trainer, config) if past is None else (past, _log_dir(past, resume=True))
+    where, log_dir = _choose_place(trainer, config) if past is None else (past, _choose_log_dir(past, resume=True))
     record, manager = RunRecord(where, log_dir, trainer, job.config, stored), job.make_manager(where)
     if stored is not None:
         manager.adopt(stored.metrics_by_checkpoint())
@@ -81,7 +81,7 @@ def _record_failure(record: RunRecord, trainer: str, error: BaseException) -> No
     logger.error(text, type(error).__name__, record.where, trainer)
 
 
-def _new_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:
+def _choose_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:
     """Choose where the run is stored, and its directory here: new ones, of no other run."""
     home = Path.home() / RESULTS if config.storage_path is None else place(config.storage_path)
     home = home.absolute() if isinstance(home, Path) else home
@@ -92,10 +92,10 @@ def _new_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:
         new = home / next(candidate for candidate in numbered(name) if not names(home / candidate))
     if new != home / name:
         logger.warning("there is a run at %s already: this run is stored at %s", home / name, new)
-    return new, _log_dir(new)
+    return new, _choose_log_dir(new)
 
 
-def _log_dir(where: Place, *, resume: bool = False) -> Path:
+def _choose_log_dir(where: Place, *, resume: bool = False) -> Path:
     """Choose the directory here where callbacks write. For a URI it is a new one, because another
     run may have used the name, or with `resume` that of this run."""
     if not isinstance(where, Uri):
