@@ -53,7 +53,7 @@ SIBLINGS = {
     "train/hooks": {"train/worker_group"},
     "train/executor": {"train/driver", "train/job", "train/worker_group"},
     "train/trainer": {"train/driver", "train/job", "train/splits", "train/trials", "train/worker_group"},
-    "train/fit/run": {"train/driver", "train/job", "train/rounds"},
+    "train/fit/run": {"train/driver", "train/job"},
     "train/fit/trainer": {"train/driver", "train/fit/run", "train/job", "train/splits", "train/trials"},
     "train/fit/frameworks": {"train/fit/trainer"},
     "train/lightning": {"train/torch"},

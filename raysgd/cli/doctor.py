@@ -25,7 +25,7 @@ from raysgd.core.network import own_address
 from raysgd.errors import RaysgdError, counted
 from raysgd.torch.interfaces import interface_towards
 from raysgd.version import page
-from raysgd.workers.cluster import actors_on_nodes, ask_nodes, driver_address, join_running
+from raysgd.workers.cluster import ask_nodes, driver_address, join_running, start_on_nodes
 from raysgd.workers.keeper import trainers
 
 # Each is imported in a process of its own, because an import can end its process. It prints how many GPUs it sees.
@@ -149,7 +149,7 @@ def examine(folders: Sequence[str] = ()) -> Iterator[Finding]:
     except RaysgdError as error:
         cluster, (text, _, todo) = "", str(error).partition(". ")
         problems.append(Finding("cluster", text, todo or "Correct that"))
-    nodes = actors_on_nodes() if cluster else {"this machine": None}
+    nodes = start_on_nodes() if cluster else {"this machine": None}
     machines = ask_nodes(nodes, ANSWER_S, describe, driver_address() if cluster else own_address())
     for node in [node for node, answer in machines.items() if isinstance(answer, Exception)]:
         todo = f"Install raysgd {metadata.version('raysgd')} there, and look at Ray's logs on that node"

@@ -104,7 +104,7 @@ def _step_of(outcome: Outcome) -> int:
 EARLIER = -1  # the generation of what a script before this one has measured
 
 
-def partial_results_since(snapshot: Snapshot, parts: Sequence[PartialResults], *, call: int) -> list[PartialResults]:
+def collect_results_since(snapshot: Snapshot, parts: Sequence[PartialResults], *, call: int) -> list[PartialResults]:
     """Collect the results that still count in a call that continues from a snapshot: parts that
     ended before it, and, of the part in which it was taken, what the snapshot itself contains."""
     taken_at = snapshot.progress.step
@@ -118,7 +118,7 @@ def partial_results_since(snapshot: Snapshot, parts: Sequence[PartialResults], *
     return [*before, PartialResults((Ok(snapshot.partial, snapshot.progress),))]
 
 
-def partial_results_left(ranks: Iterable[Left], *, call: int) -> list[PartialResults]:
+def collect_results_left(ranks: Iterable[Left], *, call: int) -> list[PartialResults]:
     """Collect what these ranks have measured in a call whose driver has ended, part by part."""
     parts: dict[tuple[int, int], list[Outcome]] = {}
     for left in ranks:

@@ -37,8 +37,8 @@ from raysgd.engine.call import (
     Job,
     PartialResults,
     RunningCall,
-    partial_results_left,
-    partial_results_since,
+    collect_results_left,
+    collect_results_since,
 )
 from raysgd.engine.call_lock import CallLock, Claim
 from raysgd.engine.failure import (
@@ -179,9 +179,9 @@ class Engine:
             self._log.recoveries = []
             self._table.snapshots.forget()
             return False
-        parts = partial_results_left(left, call=newest)
+        parts = collect_results_left(left, call=newest)
         if revived is not None:
-            parts = partial_results_since(revived, parts, call=newest)
+            parts = collect_results_since(revived, parts, call=newest)
         self._interrupted = (newest, parts) if newest > trained else None
         return True
 
@@ -526,7 +526,7 @@ class Engine:
         """Return the results without those of work that is done again: new workers continue from a
         snapshot, or a rank that was a step ahead has failed."""
         if revived is not None:
-            parts = partial_results_since(revived, parts, call=running.number)
+            parts = collect_results_since(revived, parts, call=running.number)
         return [part.until(self.progress.step) for part in parts]
 
     def _compare_ranks(self, call: Call, fan_out: FanOut, seconds: float) -> None:

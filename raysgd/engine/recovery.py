@@ -81,7 +81,9 @@ class RecoveryLog:
         )
         self.recoveries.append(recovery)
         if continues:
-            how = f" {_begins(revived)}, {counted(redone, 'batch', 'batches')} redone," if _has_begun(at) else ""
+            how = (
+                f" {_describe_start(revived)}, {counted(redone, 'batch', 'batches')} redone," if _has_begun(at) else ""
+            )
             logger.warning(
                 "%s: %straining continues with %s (%d before),%s after %.2f s",
                 recovery.reason,
@@ -113,7 +115,7 @@ def _has_begun(at: Progress) -> bool:
     return bool(at.epoch or at.step)
 
 
-def _begins(revived: Snapshot | None) -> str:
+def _describe_start(revived: Snapshot | None) -> str:
     """Say with which state training continues."""
     if revived is None:
         return "in place"

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from raysgd.core.outcomes import Failed, Ok
 from raysgd.core.policy import count_to_launch, is_time_to_join
 from raysgd.engine.generation import Generation
-from raysgd.engine.watchdog import WARN_PART, end_if_silent, unfinished, warn_of_slow
+from raysgd.engine.watchdog import WARN_PART, collect_unfinished, end_if_silent, warn_of_slow
 from raysgd.engine.worker_table import Stage, WorkerInfo, WorkerTable
 from raysgd.errors import counted
 
@@ -167,7 +167,7 @@ class Replacements:
             self.failure = outcome if isinstance(outcome, Failed) else None
             self._drop(info, f"its set-up failed: {story}")
         elif self._table.clock() - info.moved_at > self._setup_s:
-            stories = unfinished(self._table, [info.worker], {info.worker: "warm"}, self._setup_s)
+            stories = collect_unfinished(self._table, [info.worker], {info.worker: "warm"}, self._setup_s)
             story = stories.get(info.worker, "")
             self.unfinished = info.unfinished
             self._drop(info, story or f"its set-up took longer than {self._setup_s:g} s")

@@ -57,7 +57,7 @@ def ask(
             table.pump(LOOK_S)  # first, as this notices if the process was stopped while it asked
             calls.collect()
             if calls.running and limit.tick(calls.running):
-                calls.trouble()  # ranks that only wait for the late ones fail then, too
+                calls.note_trouble()  # ranks that only wait for the late ones fail then, too
         return {worker: calls.outcomes[worker] for worker in workers}
     finally:  # after an error (Ctrl-C, a cancelled call), nothing waits for these any more
         table.forget(calls.running.values())
@@ -100,14 +100,14 @@ class TimeLimit:
         remaining = [worker for worker in late if table[worker].killed_for is None]
         table.end_unreported(worker for worker in late if worker not in remaining)
         silent = [worker for worker in remaining if table.silent_for(worker) > SILENT_S]
-        for worker, story in unfinished(table, silent or remaining, self._verbs, self._limit_s).items():
+        for worker, story in collect_unfinished(table, silent or remaining, self._verbs, self._limit_s).items():
             table.kill(worker, "hang", story)
 
 
 def warn_of_slow(table: WorkerTable, workers: Sequence[str], verbs: Mapping[str, str], limit_s: float) -> None:
     """Log where workers are whose set-up has taken a tenth of its limit: those that block the
     others."""
-    reports = stacks_of(table, workers)
+    reports = ask_for_stacks(table, workers)
     for worker in blocking_ranks(reports) or list(reports):
         logger.warning("%s", describe_slow(reports[worker], verbs[worker], limit_s * WARN_PART, limit_s))
 
@@ -118,10 +118,12 @@ def end_if_silent(table: WorkerTable, worker: str, verb: str) -> None:
         table.kill(worker, "hang", describe_unfinished(report_of(table, worker, None), verb, table.silent_s))
 
 
-def unfinished(table: WorkerTable, workers: Sequence[str], verbs: Mapping[str, str], limit_s: float) -> dict[str, str]:
+def collect_unfinished(
+    table: WorkerTable, workers: Sequence[str], verbs: Mapping[str, str], limit_s: float
+) -> dict[str, str]:
     """Say, for each of these workers that is still busy, what it did not finish in time, and where
     it is. Workers that block the others come first."""
-    reports = stacks_of(table, workers)
+    reports = ask_for_stacks(table, workers)
     blocking = blocking_ranks(reports) or list(reports)
     waiting = [worker for worker in reports if worker not in blocking]
     first = ", ".join(f"rank {reports[worker].rank}" for worker in blocking)
@@ -132,7 +134,7 @@ def unfinished(table: WorkerTable, workers: Sequence[str], verbs: Mapping[str, s
     return stories | {worker: f"waited for {first} in '{verbs[worker]}' for {limit_s:g} s" for worker in waiting}
 
 
-def stacks_of(table: WorkerTable, workers: Sequence[str]) -> dict[str, RankReport]:
+def ask_for_stacks(table: WorkerTable, workers: Sequence[str]) -> dict[str, RankReport]:
     """Ask the workers where they are. Return the answers of those that are still busy."""
     number, found, deadline = table.request_stacks(workers), dict[str, StackReport](), table.clock() + SILENT_S
     while (
@@ -282,7 +284,7 @@ class ExtraCalls:
         by_rank = {rank: waiting[worker] for rank, worker in enumerate(self._workers) if worker in waiting}
         if beyond or (len(waiting) == len(running) and drift(by_rank)):
             self.found = beyond or waiting
-            self._calls.trouble()
+            self._calls.note_trouble()
             return
         moved_at = {worker: self._table[worker].moved_at for worker in running}
         if now - self._asked_at > max(ASK_EVERY_S, (now - max(moved_at.values())) / 2):  # later and later

@@ -576,9 +576,9 @@ class OpenCalls:
                 del self.running[worker]
                 self.outcomes[worker] = outcome = seen(worker, outcome)
                 if not isinstance(outcome, Ok) and not (isinstance(outcome, Interrupted) and outcome.asked):
-                    self.trouble()
+                    self.note_trouble()
 
-    def trouble(self) -> None:
+    def note_trouble(self) -> None:
         """Note that a call has failed, or is about to."""
         if self.troubled_at is None:
             self.troubled_at = self._table.clock()

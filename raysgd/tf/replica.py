@@ -65,9 +65,9 @@ class TFReplica(ReplicaBase):
 
     def _train_source(self, dataset: Any) -> Source:
         source = super()._train_source(dataset)
-        workers = self.internals.rank_info.world_size
-        if isinstance(source, OwnSource) and workers != self.num_workers:
-            self.internals.warn_once(OWN_DATA, workers, self.num_workers)
+        workers, asked = self.internals.rank_info.world_size, self.internals.settings.num_workers
+        if isinstance(source, OwnSource) and workers != asked:
+            self.internals.warn_once(OWN_DATA, workers, asked)
         return source
 
     def _open_source(self, data: Any, phase: str) -> Source:

@@ -225,10 +225,6 @@ class FunctionDriver(RunCheckpoints):
                 raise run.error
             return result
 
-    def take_unfetched_rounds(self) -> list[RoundResult]:
-        """Remove and return the newest run's complete rounds that were not fetched yet."""
-        return [] if self._run is None else self._run.rounds.take_unfetched()
-
     def finish_training(self) -> list[Any]:
         """Wait for the function, also with rounds left. Return what every rank returned."""
         run = self._require_run("finish_training")
@@ -323,16 +319,8 @@ class TrainingIterator:
     """Yields what all ranks reported in each round: a list of dicts. The function does not wait for
     that."""
 
-    def __init__(
-        self,
-        executor: FunctionDriver,
-        callbacks: CallbackList | None = None,
-        *,
-        record: Callable[[RoundResult], None] = lambda result: None,
-    ) -> None:
-        """`record` gets every round before the callbacks do. It alone gets those that were not
-        fetched before a stop."""
-        self._executor, self._callbacks, self._record = executor, callbacks or CallbackList([]), record
+    def __init__(self, executor: FunctionDriver, callbacks: CallbackList | None = None) -> None:
+        self._executor, self._callbacks = executor, callbacks or CallbackList([])
         self._finished = False
         self._rounds = self._recoveries = 0
         self._results: list[Any] | None = None
@@ -355,7 +343,6 @@ class TrainingIterator:
         try:
             result = self._executor.fetch_next_round(self._report_recoveries)
             if result is not None:
-                self._record(result)
                 self._report_round(result)
                 return result
             self._results = self._executor.finish_training()
@@ -416,8 +403,6 @@ class TrainingIterator:
     def _stop(self, error: BaseException) -> None:
         self._finished = True
         self._executor.cancel(error if isinstance(error, Exception) else KeyboardInterrupt())
-        for result in self._executor.take_unfetched_rounds():
-            self._record(result)
 
     def _report_round(self, round_: RoundResult) -> None:
         self._rounds += 1
@@ -427,11 +412,11 @@ class TrainingIterator:
         result = CallResult(
             kind="report",
             epoch=epoch if isinstance(epoch, int) else None,
-            step=int(_finite(first.get("_training_iteration"), self._rounds)),
+            step=int(_take_finite(first.get("_training_iteration"), self._rounds)),
             metrics=first,
             by_worker=rows,
             world_size=len(rows),
-            seconds=float(_finite(first.get("_time_this_iter_s"), 0.0)),
+            seconds=float(_take_finite(first.get("_time_this_iter_s"), 0.0)),
             traces=round_.traces,
         )
         self._callbacks.result(result)
@@ -463,6 +448,6 @@ class TrainingIterator:
 SGDIterator = TrainingIterator
 
 
-def _finite(value: Any, default: float) -> float:
+def _take_finite(value: Any, default: float) -> float:
     """Take raysgd's own number in a report, unless the function reported something else there."""
     return value if isinstance(value, (int, float)) and math.isfinite(value) else default

@@ -143,7 +143,7 @@ class ElasticState:
         this is not necessary, because the ranks have the same state then."""
         if self._session.rank_info.world_size > 1:
             first = self._session.rank_info.world_rank == 0
-            packed = _from_rank_0(pickle.dumps(self._copy_state()) if first else None)
+            packed = _broadcast_from_rank_0(pickle.dumps(self._copy_state()) if first else None)
             self._session.ensure_whole()
             content = pickle.loads(packed)
             self._commit.kept = content, self._session.note_commit()
@@ -158,7 +158,7 @@ class ElasticState:
         return full
 
 
-def _from_rank_0(content: bytes | None) -> bytes:
+def _broadcast_from_rank_0(content: bytes | None) -> bytes:
     """Broadcast with Horovod or torch.distributed, whichever the function has initialized."""
     hvd, dist = sys.modules.get("horovod.torch"), sys.modules.get("torch.distributed")
     box = [content]

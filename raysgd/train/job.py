@@ -59,6 +59,8 @@ class FunctionJob:
     metadata, trial    what `train.get_context()` returns
     shards             creates the parts of the datasets
     hook               what each worker calls when it starts
+    record             gets rank 0's metrics of each round, and the number of the newest checkpoint,
+                       before the round's reports return; the writer's thread calls it
     """
 
     function: Callable[..., Any]
@@ -69,11 +71,12 @@ class FunctionJob:
     trial: Mapping[str, Any] = field(default_factory=dict)
     shards: DatasetSplits | None = None
     hook: Callable[[], Any] | None = None
+    record: Callable[[dict[str, Any], int], None] = lambda metrics, newest: None
 
     def make_manager(self, directory: Any, *, latest_id: int = BEFORE_FIRST) -> CheckpointManager:
         """Return the manager of the run's checkpoints, which are stored in its directory."""
         check_strategy(self.checkpoint_config)
-        initial = payload_of(self.checkpoint)
+        initial = pack_checkpoint(self.checkpoint)
         return CheckpointManager(directory, self.checkpoint_config, latest_id=latest_id, initial=initial)
 
 
@@ -108,7 +111,7 @@ def check_function(function: Any, config: Any) -> tuple[Callable[..., Any], tupl
     return function, (dict(config or {}),) * count
 
 
-def payload_of(checkpoint: Any) -> bytes | None:
+def pack_checkpoint(checkpoint: Any) -> bytes | None:
     """Make bytes of the checkpoint that a run starts from. Raise an error here, before any worker
     gets it, if it is damaged, unknown, or would run code."""
     if checkpoint is None:

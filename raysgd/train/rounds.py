@@ -224,11 +224,12 @@ class FunctionRun:
     def _settle(
         self, round_: int, number: int, payload: bytes | None, metrics: dict[str, Any], result: RoundResult | None
     ) -> None:
-        """Store a round's checkpoint, make the round visible to the user, and let its ranks
-        continue. The writer's thread."""
+        """Store a round's checkpoint, record the round, make it visible to the user, and let its
+        ranks continue. The writer's thread."""
         if payload is not None:
             self.manager.store(number, payload, metrics)
         if result is not None:
+            self.job.record(result.rows[0], result.checkpoint_id)
             self._complete.put(result)
         self._let_continue(round_)
 
@@ -257,16 +258,6 @@ class FunctionRun:
         if result is None:
             self._complete.put(None)
         return result
-
-    def take_unfetched(self) -> list[RoundResult]:
-        """Remove and return the rounds that are complete now."""
-        found: list[RoundResult] = []
-        try:
-            while (result := self.next_round(0)) is not None:
-                found.append(result)
-        except queue.Empty:  # the run has not ended
-            pass
-        return found
 
 
 def _decode_checkpoint(backend: Backend, payload: bytes) -> bytes:

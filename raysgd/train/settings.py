@@ -253,7 +253,7 @@ class RunConfig:
         shown = {**vars(self), "storage_path": self.to_store().storage_path}
         return f"RunConfig({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
-    def completed(self, stored: RunConfig) -> RunConfig:
+    def complete_from(self, stored: RunConfig) -> RunConfig:
         """Make a copy that takes what it does not set from an earlier run's settings."""
         names = ("checkpoint_config", "failure_config")
         return replace(self, **{name: getattr(stored, name) for name in names if getattr(self, name) is None})

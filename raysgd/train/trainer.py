@@ -222,12 +222,12 @@ class Trainer(RunCheckpoints):
         workers = self._executor.workers
         new_splits = functools.partial(make_splits, dataset, cpus_per_worker=workers.resources.cpus)
         new_splits()  # raises an error now for something that is not a dataset, and reads no data
-        from raysgd.train.trials import function_trainable
+        from raysgd.train.trials import make_function_trainable
 
         def make_job(config: dict[str, Any]) -> FunctionJob:
             return FunctionJob(function=train_func, config=config, shards=new_splits())
 
-        return function_trainable(function_name(train_func), workers, make_job)
+        return make_function_trainable(function_name(train_func), workers, make_job)
 
     def _check_started(self) -> None:
         if not self._executor.is_started:

@@ -37,7 +37,9 @@ from raysgd.workers import foreign
 from raysgd.workers.serialization import dumps
 
 
-def function_trainable(name: str, workers: FunctionWorkers, make_job: Callable[[dict[str, Any]], FunctionJob]) -> Any:
+def make_function_trainable(
+    name: str, workers: FunctionWorkers, make_job: Callable[[dict[str, Any]], FunctionJob]
+) -> Any:
     """Return a Trainable class of this name: `make_job` makes each trial's job from its config."""
 
     def run(config: dict[str, Any]) -> None:

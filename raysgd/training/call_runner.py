@@ -165,7 +165,7 @@ class CallRunner:
         them."""
         steps = job.call.arguments.get("num_steps")
         call = f"{kind}({'' if steps is None else f'num_steps={steps}'})"
-        if (found := self.place.recorded(call)) is not None:
+        if (found := self.place.find_recorded(call)) is not None:
             return found.result, found.each
         self._store_caught(engine)
         began, self._kind, self._failed, before = time.monotonic(), kind, False, engine.progress.step
@@ -201,7 +201,7 @@ class CallRunner:
     def change(self, call: str, engine: Engine, make: Callable[[], Sequence[Any]]) -> list[Any]:
         """Make a call that changes the state, and return its values, by rank. In a body that an
         earlier script has not ended, do not make it again."""
-        if (found := self.place.recorded(call, change=True)) is not None:
+        if (found := self.place.find_recorded(call, change=True)) is not None:
             if found.result is None:
                 logger.warning(
                     "%s was made by the last script, and its values are not known. It returns None here", call
@@ -237,7 +237,7 @@ class CallRunner:
             self._open = False
             self._callbacks.end(failed=self._failed)
 
-    def exited(self, engine: Engine, error: BaseException | None) -> None:
+    def note_exit(self, engine: Engine, error: BaseException | None) -> None:
         """Note that the script or the trainer's `with` block has ended, and whether an error ended
         it. A call with this error is in the record if `finally` has made calls after it."""
         self._failed = self._failed or error is not None

@@ -15,7 +15,7 @@ from raysgd.training.phases import Phase, phases_of, split
 from raysgd.training.position import Position
 from raysgd.training.results import Results
 from raysgd.training.step_loop import StepLoop
-from raysgd.training.user_functions import accepted_arguments
+from raysgd.training.user_functions import choose_arguments
 
 
 class EvaluatingReplica(Protocol):
@@ -84,7 +84,8 @@ class Evaluations:
             return found[0]
         prefix = "test_" if kind == "test" else internals.prefix
         loaders = {
-            f"{prefix}{split(phase)[1]}_": bare(each.metrics, prefix) for phase, each in zip(phases, found, strict=True)
+            f"{prefix}{split(phase)[1]}_": strip_prefix(each.metrics, prefix)
+            for phase, each in zip(phases, found, strict=True)
         }
         returned = tuple(each for measured in found for each in measured.returned)
         return replace(found[0], metrics={}, loaders=loaders, returned=returned)
@@ -119,7 +120,7 @@ def evaluate(
     source = replica.registered_source(phase)
     replica.results.begin(kind, profile=profile, new_call=True)
     loop = replica.open_loop(source, phase, num_steps)
-    given, named = accepted_arguments(operator.validate, loop.batches, info=dict(info))
+    given, named = choose_arguments(operator.validate, loop.batches, info=dict(info))
     try:
         with internals.validating(), operator.timers.record("validation"):
             result = operator.validate(*given, **named)
@@ -133,7 +134,7 @@ def evaluate(
     return replica.results.of_call(result, profile, kind, reduced)
 
 
-def bare(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def strip_prefix(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Remove this prefix from the names of metrics, as far as no other has the shorter name."""
     found = {}
     for name, value in metrics.items():

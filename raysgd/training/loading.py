@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from raysgd.errors import CheckpointError
 from raysgd.storage.seen import UnseenError
-from raysgd.training.position import at_its_epoch
+from raysgd.training.position import align_position
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ def take_over(replica: LoadingReplica, read: Callable[[], dict[str, Any]], loads
     def checked() -> dict[str, Any]:
         state = read()
         replica.check(state)
-        return at_its_epoch(state)
+        return align_position(state)
 
     state, refusal = agreed(replica, checked)
     if state is None or refusal is not None:

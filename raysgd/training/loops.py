@@ -254,7 +254,7 @@ class EpochLoops:
                 logger.warning(WEIGHTS_NOT_FINITE, parameter)
                 finite = False
             folder.save(self._place_at(step), score, self._history, self._start, script, finite=finite)
-            self._schedule.saved(step)
+            self._schedule.note_save(step)
 
     def _score(self, rows_before: int, name: str | None) -> float | None:
         """Find the newest value of a metric that was measured in this body. Raise an error if a

@@ -62,7 +62,7 @@ class Place:
         """Whether an earlier script was in this body."""
         return (self.loop, self.done) == self._resumed
 
-    def recorded(self, call: str, *, change: bool = False) -> Made | None:
+    def find_recorded(self, call: str, *, change: bool = False) -> Made | None:
         """Find what this call has returned in an earlier script, if it had returned there. Raise
         the error that it had raised, which the script had caught."""
         if not self._left:
@@ -70,7 +70,7 @@ class Place:
         was, *self._left = self._left
         if was.call == RAISED + call:
             self.made.append(was)
-            raise _error_again(call, *was.result)
+            raise _make_error_again(call, *was.result)
         if was.call != call and not (change and not was.call):
             if was.call:
                 logger.warning("this script calls %s where the last one called %s: the call is made", call, was.call)
@@ -117,7 +117,7 @@ def _trains(made: Made) -> bool:
     return not made.call.startswith(RAISED) and (made.each is None or made.call.startswith("train("))
 
 
-def _error_again(call: str, module: str, name: str, text: str) -> Exception:
+def _make_error_again(call: str, module: str, name: str, text: str) -> Exception:
     """Make an error of the same class and text, if this script knows the class."""
     kind: Any = sys.modules.get(module)
     for part in name.split("."):

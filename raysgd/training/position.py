@@ -33,7 +33,7 @@ def check_counters(state: Mapping[str, Any]) -> None:
                 raise CheckpointError(f"{each.name} in {name} is {value!r:.60}, which no position has")
 
 
-def at_its_epoch(state: dict[str, Any]) -> dict[str, Any]:
+def align_position(state: dict[str, Any]) -> dict[str, Any]:
     """Make the position in a state agree with its `epoch`. If a user has changed that number, so
     many epochs count as trained, and the next one begins at its beginning. What is not a number of
     epochs is left to the checks."""

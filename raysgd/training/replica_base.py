@@ -30,8 +30,8 @@ from raysgd.training.seeding import ONCE, Places
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.snapshots import LOADED_S, Copied, Snapshotter
 from raysgd.training.step_loop import StepLoop
-from raysgd.training.user_functions import accepted_arguments
-from raysgd.training.writing import asking_in
+from raysgd.training.user_functions import choose_arguments
+from raysgd.training.writing import make_asking
 
 logger = logging.getLogger("raysgd")
 
@@ -74,7 +74,6 @@ class ReplicaBase(ABC):
             )
         self.operator, self.control, self.position = operator, control, self.internals.position
         self.sources: dict[str, Any] = {}  # by phase
-        self._seed, self.num_workers = settings.seed, settings.num_workers
         self.results = self._make_results()
         self.evaluations = {kind: Evaluations(kind) for kind in PHASES.values()}
         self._joined_at = 0  # the step before which it joined a running group
@@ -159,7 +158,7 @@ class ReplicaBase(ABC):
             return Measured({"epoch": position.users_epoch}, position.call_units)
         self.results.begin("train", profile=profile, new_call=new)
         source = self._train_source(dataset)
-        asking = None if asks is None else asking_in(self, source, **asks)
+        asking = None if asks is None else make_asking(self, source, **asks)
         internals.epochs, internals.num_steps, internals.last_epoch = epochs, num_steps, position.call_epoch
         operator.global_step = position.step
         if new and begins and num_steps is None:
@@ -210,7 +209,7 @@ class ReplicaBase(ABC):
         epoch_idx = (self.position.counted or self.position.call_epoch) - 1
         info = {"epoch_idx": epoch_idx, **(info or {})}
         named = {"info": info, "num_steps": num_steps, "epoch_idx": epoch_idx}
-        return *accepted_arguments(self.operator.train_epoch, batches, **named), info
+        return *choose_arguments(self.operator.train_epoch, batches, **named), info
 
     def _running_epoch(self, loop: StepLoop) -> ExitStack:
         """A context for the user's loop over an epoch, which ends it when the workers are about to
@@ -283,7 +282,8 @@ class ReplicaBase(ABC):
     def places(self, phase: str) -> Places | None:
         """The places of this phase, for which a trainer's `seed` decides all random numbers."""
         kind, name = split(phase)
-        return None if self._seed is None else Places(self._seed, CALLS.get(kind, kind), name)
+        seed = self.internals.settings.seed
+        return None if seed is None else Places(seed, CALLS.get(kind, kind), name)
 
     def seeding(self, phase: str) -> Callable[..., None] | None:
         """What seeds this process for one of these places."""

@@ -96,7 +96,7 @@ class TrainerBase(ABC):
     def _at_exit(self) -> None:
         """End the workers of a trainer with a name, unless the script ends by an error."""
         if self._engine.active:
-            self._calls.exited(self._engine, last_error())
+            self._calls.note_exit(self._engine, last_error())
             self._stop(force=True, leave=not ended_by_itself())
 
     def _make_loads(self, drawn_anew: DrawnAnew) -> Loads:
@@ -121,7 +121,7 @@ class TrainerBase(ABC):
             else:
                 logger.warning("training starts from the beginning: there is no checkpoint in %s", self._folder)
         except BaseException as error:
-            self._calls.exited(self._engine, error)
+            self._calls.note_exit(self._engine, error)
             self._stop(force=True, leave=self.attached)
             raise
 
@@ -480,7 +480,7 @@ class TrainerBase(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._calls.exited(self._engine, error)
+        self._calls.note_exit(self._engine, error)
         if self._calls.named is not None and kind is not None and not issubclass(kind, SystemExit):
             self._stop(force=True, leave=True)
         else:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 
-def accepted_arguments(
+def choose_arguments(
     function: Callable[..., Any], *positional: Any, **optional: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Choose the positional and keyword arguments that a user's function accepts: all of

@@ -36,7 +36,7 @@ class Schedule:
     step: int = 0
     at: float = 0.0
 
-    def saved(self, step: int) -> None:
+    def note_save(self, step: int) -> None:
         self.step, self.at = step, self.clock()
 
     def is_due(self, step: int) -> bool:
@@ -132,7 +132,7 @@ class WithinCall:
             self._fail(error)
             return None
         if arguments is not None:
-            self._schedule.saved(step)
+            self._schedule.note_save(step)
             return arguments
         self._schedule.at = self._schedule.clock()
         if not self._warned:

@@ -38,7 +38,7 @@ class DraftFile:
     path: str
     mark: bytes
 
-    def opened(self) -> DurableFile | None:
+    def open(self) -> DurableFile | None:
         """The file, emptied, or None if this process cannot write it."""
         try:
             file = DurableFile(self.path, "r+b")
@@ -119,7 +119,7 @@ def reported(
     return None
 
 
-def asking_in(replica: Any, source: Any, **asks: Any) -> Asking:
+def make_asking(replica: Any, source: Any, **asks: Any) -> Asking:
     """Return what asks for checkpoints in a loop over this source. `asks` are arguments of
     `Asking`."""
     if not getattr(source, "resumable", True):
@@ -161,7 +161,7 @@ class Asking:
 
 
 def _write(draft: DraftFile, write: Callable[[Any], Any], give: Callable[[Any], None]) -> Report:
-    file = draft.opened()
+    file = draft.open()
     if file is None:
         content = io.BytesIO()
         write(content)

@@ -22,9 +22,9 @@ from raysgd.core.messages import PerformCall
 from raysgd.core.outcomes import Outcome, WorkerFailed
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.storage.durable import own_folder, private_place
-from raysgd.workers.calls import from_parts
+from raysgd.workers.calls import unpickle_parts
 from raysgd.workers.control_client import ControlClient
-from raysgd.workers.gpu_faults import fault_in
+from raysgd.workers.gpu_faults import find_fault
 from raysgd.workers.keeper import WorkerTenure
 from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.user_code import UserCode, add_to_path, install
@@ -62,7 +62,7 @@ class WorkerActor:
                 self._driver_ended()
             raise
         self._host = ReplicaHost(backend, self._client.control)
-        self._host.fault_in = fault_in
+        self._host.find_fault = find_fault
         self._client.holds_state = lambda: self._host.holds_state
         if tenure is not None:
             self._client.on_driver_ended = self._driver_ended
@@ -104,7 +104,7 @@ class WorkerActor:
                 return  # no driver would get the answer
             outcome = self._perform(message)
             if not driver.has_ended:
-                lost = self._host.moved(partial(self._client.answer, message.call, outcome))
+                lost = self._host.try_move(partial(self._client.answer, message.call, outcome))
                 if lost is not None:  # a large answer, on a connection of its own
                     self._client.answer(message.call, lost)
             if isinstance(outcome, WorkerFailed):  # an orderly end could wait for the GPU
@@ -116,9 +116,9 @@ class WorkerActor:
     def _perform(self, message: PerformCall) -> Outcome:
         self._client.begin(message.call)
         take, large = self._client.control.take, list[Any]()
-        if (ended := self._host.moved(lambda: large.extend(map(take, message.transfers)))) is not None:
+        if (ended := self._host.try_move(lambda: large.extend(map(take, message.transfers)))) is not None:
             return ended
-        verb, arguments = from_parts(message.packed, large)
+        verb, arguments = unpickle_parts(message.packed, large)
         if verb in ("join", "warm"):
             self._client.generation = message.generation
         return self._host.perform(verb, arguments)

@@ -40,7 +40,7 @@ class PickledObject(Blob):
     """A user's object as bytes, pickled once for all workers, or what a call returned."""
 
 
-def unpickled(value: Any) -> Any:
+def unpickle(value: Any) -> Any:
     return pickle.loads(value.data) if isinstance(value, PickledObject) else value
 
 
@@ -48,7 +48,7 @@ def has_large(arguments: Mapping[str, Any]) -> bool:
     return any(isinstance(each, Blob) and len(each) >= SMALL for each in arguments.values())
 
 
-def in_parts(value: Any, dumps: Callable[..., bytes]) -> tuple[bytes, list[memoryview]]:
+def pickle_in_parts(value: Any, dumps: Callable[..., bytes]) -> tuple[bytes, list[memoryview]]:
     """Pickle a value, with what is large of it apart: the data of each `Blob`, which is not copied,
     and before them the rest, if that is large, too."""
     large: list[memoryview] = []
@@ -63,30 +63,30 @@ def in_parts(value: Any, dumps: Callable[..., bytes]) -> tuple[bytes, list[memor
     return (packed, large) if len(packed) < SMALL else (b"", [memoryview(packed), *large])
 
 
-def from_parts(packed: bytes, large: Sequence[Any]) -> Any:
-    """Restore the value that `in_parts` has pickled."""
+def unpickle_parts(packed: bytes, large: Sequence[Any]) -> Any:
+    """Restore the value that `pickle_in_parts` has pickled."""
     first, *buffers = [packed, *large] if packed else large
     return pickle.loads(first, buffers=buffers)
 
 
-def packed_outcome(outcome: Outcome) -> tuple[bytes, list[memoryview]]:
+def pack_outcome(outcome: Outcome) -> tuple[bytes, list[memoryview]]:
     """Pickle an outcome in parts. cloudpickle, which takes longer, also pickles the user's
     errors."""
     if isinstance(outcome, Ok | Interrupted) and isinstance(outcome.value, Blob | None):
-        return in_parts(outcome, pickle.dumps)
+        return pickle_in_parts(outcome, pickle.dumps)
     from ray import cloudpickle
 
-    return in_parts(outcome, cloudpickle.dumps)
+    return pickle_in_parts(outcome, cloudpickle.dumps)
 
 
-def opened(event: Event) -> Event:
+def open_answer(event: Event) -> Event:
     """The end of the call that a `CallAnswer` reports, and other events as they are."""
     if not (isinstance(event, MessageReceived) and isinstance(event.message, CallAnswer)):
         return event
     answer, body = event.message, memoryview(event.body)
     try:
         large = [body[begin:end] for begin, end in pairwise(accumulate(answer.sizes, initial=0))]
-        outcome: Outcome = from_parts(answer.outcome, large)
+        outcome: Outcome = unpickle_parts(answer.outcome, large)
     except BaseException as error:  # the user's classes may raise anything
         outcome = Failed(error, described(error))
     return CallEnded(event.worker, answer.call, with_value(outcome))
@@ -97,6 +97,6 @@ def with_value(outcome: Outcome) -> Outcome:
     if not (isinstance(outcome, (Ok, Interrupted)) and isinstance(outcome.value, PickledObject)):
         return outcome
     try:
-        return replace(outcome, value=unpickled(outcome.value))
+        return replace(outcome, value=unpickle(outcome.value))
     except BaseException as error:  # the user's classes may raise anything
         return Failed(error, described(error), outcome.progress)

@@ -100,7 +100,7 @@ def _connect_on_permanent_thread(gpus: float, *, lasting: bool) -> None:
 def _connect(gpus: float, *, lasting: bool) -> None:
     import ray
 
-    address, found = _existing()
+    address, found = _find_existing()
     if address != "local":
         _join(address, found)
         return
@@ -115,7 +115,7 @@ def _connect(gpus: float, *, lasting: bool) -> None:
     # Without the dashboard Ray starts in half the time. Users who want the dashboard call ray.init() first.
     interpreter, others = (
         start_fork_server() or sys.executable,
-        [] if _given_address() == "local" else foreign.clusters_here(),
+        [] if _read_given_address() == "local" else foreign.find_clusters(),
     )
     try:
         with foreign.quick_start(interpreter) as settings:
@@ -135,11 +135,11 @@ def _connect(gpus: float, *, lasting: bool) -> None:
     logger.warning("no Ray cluster is running here: started a local one with %g CPUs for this script", cpus)
 
 
-def _existing() -> tuple[str, bool]:
+def _find_existing() -> tuple[str, bool]:
     """Find the address of the cluster that RAY_ADDRESS names or that runs on this machine, and
     whether it was found there. "local" if there is none."""
-    given = _given_address()
-    found = _running_here() if given in ("", "auto") else "local"
+    given = _read_given_address()
+    found = _find_running() if given in ("", "auto") else "local"
     return given if found == "local" and given else found, found != "local"
 
 
@@ -148,10 +148,10 @@ def gpus_for_workers(*, join: bool) -> float | None:
     placement group. `join` says whether to join the cluster that RAY_ADDRESS names or that runs
     here. None: this process is connected to none, and one may be started on this machine."""
     connected = "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
-    if not connected and not (join and _existing()[0] != "local"):
+    if not connected and not (join and _find_existing()[0] != "local"):
         return None
     ensure_cluster()
-    group = own_bundles()
+    group = find_own_bundles()
     held = alive_nodes().values() if group is None else group.bundle_specs
     return float(sum(each.get("GPU", 0) for each in held))
 
@@ -202,15 +202,15 @@ def _can_fork() -> bool:
     here = ray.get_runtime_context()
     if here.get_actor_id() is not None or set(here.runtime_env) - KEEP_THE_INTERPRETER:
         return False
-    nodes = within(gcs_limit_s(), alive_nodes) or {}
+    nodes = get_within(gcs_limit_s(), alive_nodes) or {}
     return "py_executable" in ray.runtime_env.RuntimeEnv.known_fields and set(nodes) == {here.get_node_id()}
 
 
 def join_running() -> str:
     """Connect to the cluster that RAY_ADDRESS names or that runs on this machine. Return its
     address, "" if there is none. Raise `ClusterError` or `ConfigError` if that is not possible."""
-    given = _given_address()
-    found = _running_here() if given in ("", "auto") else given
+    given = _read_given_address()
+    found = _find_running() if given in ("", "auto") else given
     if found == "local":
         return _join_lasting(start=False)
     _join(found, given != found)
@@ -247,7 +247,7 @@ def _not_joined(address: str, found: bool, why: str) -> str:
     return f"joining the Ray cluster at {address}, {source}, {why}. Correct that, or {own}{stale}"
 
 
-def _given_address() -> str:
+def _read_given_address() -> str:
     """Read RAY_ADDRESS. Raise an error if it is wrong: Ray's own are less clear, or come late."""
     text = os.environ.get("RAY_ADDRESS", "").strip()
     if text.startswith("ray://"):
@@ -263,7 +263,7 @@ def _given_address() -> str:
     )
 
 
-def _running_here() -> str:
+def _find_running() -> str:
     """Find the address of the cluster that this machine belongs to, or "local". After a crash, its
     address is still stored, and joining would take minutes to fail, so probe it first."""
     address = foreign.address_of_this_machine()
@@ -334,7 +334,7 @@ def stderr_tail(pid: int) -> str:
         return file.read().decode(errors="replace")
 
 
-def own_bundles() -> Any:
+def find_own_bundles() -> Any:
     """Find the placement group of this process, unless what it starts runs outside of it."""
     import ray
 
@@ -342,11 +342,11 @@ def own_bundles() -> Any:
     return ray.util.get_current_placement_group() if captures else None
 
 
-def placement() -> Any:
+def choose_placement() -> Any:
     """Choose the scheduling strategy of workers: over the nodes, or in a Tune trial's bundles."""
     import ray
 
-    group = own_bundles()
+    group = find_own_bundles()
     if group is None:
         return "SPREAD"
     return ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
@@ -363,7 +363,7 @@ def room_for(resources: WorkerResources) -> Room:
 
 def _held(free: Mapping[str, float]) -> Mapping[str, float]:
     """What this process may use: all, or the resources of its placement group."""
-    group = own_bundles()
+    group = find_own_bundles()
     if group is None:
         return free
     mark = f"_group_{group.id.hex()}"
@@ -380,7 +380,7 @@ def can_grow() -> bool:
     return announced or not own
 
 
-def within(limit_s: float, call: Callable[[], T]) -> T | None:
+def get_within(limit_s: float, call: Callable[[], T]) -> T | None:
     """Get what a call of Ray's functions returns, or None if it fails or takes longer. If Ray has
     ended, its functions take a minute or never return."""
     try:
@@ -401,7 +401,7 @@ def wait_for_room(resources: WorkerResources, room: int, ended: Sequence[Any]) -
         while room_for(resources).free < room and time.monotonic() < until:
             time.sleep(LOOK_S)
 
-    within(ENDED_S + FREED_S, wait)
+    get_within(ENDED_S + FREED_S, wait)
 
 
 # -- for `raysgd doctor` ----------------------------------------------------------------------------
@@ -412,7 +412,7 @@ class Runner:
         return function(*arguments)
 
 
-def actors_on_nodes() -> dict[str, Any]:
+def start_on_nodes() -> dict[str, Any]:
     """Start an actor, which reserves no CPU, on each node that is alive; the keys are addresses."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -28,7 +28,7 @@ from raysgd.core.metrics import Measured, briefly
 from raysgd.core.outcomes import Outcome
 from raysgd.core.progress import Progress
 from raysgd.environment import CONTROL_PORT
-from raysgd.workers.calls import packed_outcome
+from raysgd.workers.calls import pack_outcome
 from raysgd.workers.orphan import DriverContact
 from raysgd.workers.transfer import Giving, ask, take
 
@@ -84,7 +84,9 @@ class ControlClient:
         calls."""
         # After so long without an answer, another driver may take over, which waits for this.
         answer_s = LEASE_S if self._orphan_s else SEND_S
-        connection = _connected(address, messages.Hello(self._worker, self._node, os.getpid(), self._gpus), answer_s)
+        connection = _open_connection(
+            address, messages.Hello(self._worker, self._node, os.getpid(), self._gpus), answer_s
+        )
         writable = selectors.DefaultSelector()
         writable.register(connection.socket, selectors.EVENT_WRITE)
         with self._send_lock, self._bulk_lock:
@@ -114,7 +116,7 @@ class ControlClient:
             self.call = call
 
     def answer(self, call: int, outcome: Outcome) -> None:
-        packed, large = packed_outcome(outcome)
+        packed, large = pack_outcome(outcome)
         answer = messages.CallAnswer(call, packed, tuple(map(len, large)))
         if large:
             self._deliver(answer, *large)
@@ -209,9 +211,9 @@ class ControlClient:
                 logger.info("the control connection to the driver has ended: %s", error)
                 if self._open and not driver.is_over:
                     self.on_driver_ended()
-                driver.lost()
+                driver.note_end()
                 continue
-            driver.heard(time.monotonic())
+            driver.note_message(time.monotonic())
             try:
                 self._handle(message)
             except Exception:  # without this thread, the driver would treat the process as stopped
@@ -247,7 +249,7 @@ class ControlClient:
         return [f"{f.filename}:{f.lineno} {f.name}" for f in reversed(traceback.extract_stack(frame))][:DEEPEST]
 
 
-def _connected(address: ControlAddress, hello: messages.Hello, answer_s: float) -> Connection:
+def _open_connection(address: ControlAddress, hello: messages.Hello, answer_s: float) -> Connection:
     """Open the control connection. An error says which machine cannot be reached."""
     try:
         return connect(address, hello, answer_s=answer_s)

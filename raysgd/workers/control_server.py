@@ -355,7 +355,7 @@ class ControlServer:
             message, size = connection.receive()
             # The user gets an answer's content, and other bodies are kept.
             room = bytearray(size) if isinstance(message, messages.CallAnswer) else None
-            body = connection.receive_body(size, self.noting(worker), room=room)
+            body = connection.receive_body(size, self.make_note(worker), room=room)
             acknowledge = partial(_acknowledge, connection)
             if isinstance(message, messages.FunctionReport):
                 self._events.put(MessageReceived(worker, message, body, acknowledge))
@@ -363,7 +363,7 @@ class ControlServer:
                 self._events.put(MessageReceived(worker, message, body))
                 acknowledge()
 
-    def noting(self, worker: str) -> Callable[..., None]:
+    def make_note(self, worker: str) -> Callable[..., None]:
         """Make a function that reports now and then that a part of a message has arrived."""
         noted = time.monotonic()
 

@@ -26,7 +26,7 @@ def start_dealer(name: str, packed: bytes) -> Any:
     )
 
 
-def no_room_for_data(nodes: Sequence[str], cpus_per_worker: float, names: str) -> bool:
+def warn_no_room_for_data(nodes: Sequence[str], cpus_per_worker: float, names: str) -> bool:
     """Warn if these workers leave no CPU for the tasks that read the data. Return whether."""
     held = Counter(nodes)
     total = {node: float(resources.get("CPU", 0)) for node, resources in cluster.alive_nodes().items()}

@@ -45,7 +45,7 @@ def address_of_this_machine() -> str:
     return str(read_ray_address() or "")
 
 
-def clusters_here() -> list[str]:
+def find_clusters() -> list[str]:
     """Find the addresses of all clusters that have processes on this machine."""
     from ray._private import services
 

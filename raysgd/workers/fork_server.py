@@ -156,7 +156,7 @@ def serve(server: socket.socket, driver: LocalProcess, folder: str) -> None:
     clients = selectors.PollSelector()  # it has no descriptor, which the forks would share
     clients.register(server, selectors.EVENT_READ)
     while not (driver.ended or raylet.ended):
-        for connection in _with_requests(clients, server):
+        for connection in _await_requests(clients, server):
             with connection:
                 head, descriptors, _, _ = socket.recv_fds(connection, HEAD.size, 3)
                 if len(head) == HEAD.size and len(descriptors) == 3:
@@ -174,7 +174,7 @@ def serve(server: socket.socket, driver: LocalProcess, folder: str) -> None:
     sys.exit()
 
 
-def _with_requests(clients: selectors.BaseSelector, server: socket.socket) -> Iterator[socket.socket]:
+def _await_requests(clients: selectors.BaseSelector, server: socket.socket) -> Iterator[socket.socket]:
     """Yield the connections that have sent something, after at most LOOK_S. Close those that send
     nothing: a script may have been stopped before it could, and the others must not wait for it."""
     ready = [key.fileobj for key, _ in clients.select(LOOK_S)]
@@ -192,7 +192,7 @@ def _with_requests(clients: selectors.BaseSelector, server: socket.socket) -> It
             client.close()
 
 
-def worker_paths(
+def find_worker_paths(
     script: str, environment: Mapping[str, str], own: Sequence[str], own_environment: Mapping[str, str]
 ) -> list[str]:
     """Find what an interpreter would have as `sys.path` for this script. The first of the server's
@@ -206,7 +206,7 @@ def _become(connection: socket.socket, length: int, descriptors: list[int]) -> N
     """Give this process the arguments, environment, folder, priority and streams of the script."""
     for ignored in (signal.SIGCHLD, signal.SIGQUIT):  # the shell lets a process in the background ignore the latter
         signal.signal(ignored, signal.SIG_DFL)
-    arguments, environment, folder, priority, limits, score = json.loads(_received(connection, length))
+    arguments, environment, folder, priority, limits, score = json.loads(_receive_rest(connection, length))
     os.setsid()
     os.nice(priority - os.nice(0))
     for name, limit in limits.items():  # Ray has raised some of the raylet's
@@ -217,7 +217,7 @@ def _become(connection: socket.socket, length: int, descriptors: list[int]) -> N
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    sys.path[:] = worker_paths(arguments[0], environment, sys.path, os.environ)
+    sys.path[:] = find_worker_paths(arguments[0], environment, sys.path, os.environ)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -228,7 +228,7 @@ def _become(connection: socket.socket, length: int, descriptors: list[int]) -> N
     connection.close()
 
 
-def _received(connection: socket.socket, length: int) -> bytes:
+def _receive_rest(connection: socket.socket, length: int) -> bytes:
     """Receive the rest of a request. End this process if the script ends or is stopped before it
     has sent everything; if the script continues, it starts an interpreter."""
     connection.settimeout(SILENT_S)

@@ -34,7 +34,7 @@ NO_MEMORY = "out of memory"  # CUDA's own error, of an allocation that torch's a
 FREED_WITHIN_S, LOOK_S = 5.0, 0.25
 
 
-def fault_in(error: BaseException) -> GpuFault | None:
+def find_fault(error: BaseException) -> GpuFault | None:
     """Find the fault of the GPU that an error shows, or None for any other error. The GPU is asked
     once more: only an error that stays is a fault."""
     texts = [text_of(each) for each in causes_of(error) if isinstance(each, RuntimeError)]
@@ -78,7 +78,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or NO_MEMORY in text_of(error)
 
 
-def gets_memory() -> bool:
+def wait_for_memory() -> bool:
     """Wait until another process has given back memory of the GPU, and no longer than a few
     seconds. Return whether it has given back any."""
     gc.collect()

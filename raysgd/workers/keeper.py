@@ -193,7 +193,7 @@ class Tenure:
         if not self._ask("begin_again", self.term, self._launched):
             raise self._lost("another script, or `raysgd end`, has taken them over")
 
-    def left_workers(self) -> dict[str, Any]:
+    def find_left_workers(self) -> dict[str, Any]:
         """Find the handles of the workers that are left and have not ended, by their names. End
         those that were still starting."""
         import ray
@@ -236,7 +236,7 @@ def end_trainer(name: str) -> int:
             f"no trainer of this cluster is called {name!r}: its trainers with a name are {sorted(found)}"
         )
     tenure = Tenure(name, 0.0)
-    workers = tenure.left_workers()
+    workers = tenure.find_left_workers()
     for worker in workers.values():
         ray.kill(worker)
     tenure.stop(end=True)

@@ -46,11 +46,11 @@ class DriverContact:
         self.calls: queue.SimpleQueue[messages.PerformCall | None] = queue.SimpleQueue()  # None: wait for no more
         self._main = threading.main_thread().ident
 
-    def heard(self, now: float) -> None:
+    def note_message(self, now: float) -> None:
         """Note a message of the driver."""
         self.heard_at, self.since = now, None
 
-    def lost(self) -> None:
+    def note_end(self) -> None:
         """Note that the connection has ended."""
         self.has_ended = True
         self.calls.put(None)  # also if it has ended the wait when the driver did not answer

@@ -27,10 +27,10 @@ from raysgd.errors import NotActiveError
 from raysgd.ray_data.reader import DEALER, RemoteDealer, RowReader
 from raysgd.workers import cluster
 from raysgd.workers.actor import WorkerActor
-from raysgd.workers.calls import in_parts, opened
+from raysgd.workers.calls import open_answer, pickle_in_parts
 from raysgd.workers.control_client import CANNOT_CONNECT
 from raysgd.workers.control_server import ControlServer
-from raysgd.workers.dealers import no_room_for_data, start_dealer
+from raysgd.workers.dealers import start_dealer, warn_no_room_for_data
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.foreign import draining_nodes, hide_deaths_of
 from raysgd.workers.keeper import Tenure
@@ -38,7 +38,7 @@ from raysgd.workers.processes import LocalProcess, end_all
 from raysgd.workers.ray_control_service import GcsQuery, gcs_limit_s, require_ray
 from raysgd.workers.serialization import dumps
 from raysgd.workers.transfer import Transfer
-from raysgd.workers.user_code import UserCode, pack_modules, user_folders
+from raysgd.workers.user_code import UserCode, find_user_folders, pack_modules
 from raysgd.workers.worker_group import Room
 
 logger = logging.getLogger("raysgd")
@@ -100,7 +100,7 @@ class RayGroup:
         self._ready: list[Event] = []
         self._here = ray.get_runtime_context().get_node_id()
         self._actor_class = ray.remote(WorkerActor)
-        self._folders, self._first = user_folders(ray.get_runtime_context().runtime_env)
+        self._folders, self._first = find_user_folders(ray.get_runtime_context().runtime_env)
         self._code: UserCode | None = None  # the modules in these folders, once a worker on another machine needs them
         self._dealers: dict[str, Any] = {}
         self._given: dict[str, Any] = {}
@@ -137,7 +137,7 @@ class RayGroup:
                 num_cpus=self._resources.cpus,
                 num_gpus=self._resources.gpus,
                 resources=dict(self._resources.custom) or None,
-                scheduling_strategy=cluster.placement(),
+                scheduling_strategy=cluster.choose_placement(),
                 max_restarts=0,
                 max_task_retries=0,
                 runtime_env=environment,
@@ -156,7 +156,7 @@ class RayGroup:
     def adopt(self) -> list[str]:
         """Let the workers that another driver has left connect to this one, each when it has ended
         what it does."""
-        found = {} if self._tenure is None else self._tenure.left_workers()
+        found = {} if self._tenure is None else self._tenure.find_left_workers()
         self.control.expected_workers = len(found)
         for worker, actor in found.items():
             self._handles[worker] = _Handle(actor)
@@ -195,7 +195,7 @@ class RayGroup:
         of, newest = self._newest
         if of is not None and of[0] == verb and of[1] is arguments:
             return newest, []
-        packed, large = in_parts((verb, arguments), dumps)
+        packed, large = pickle_in_parts((verb, arguments), dumps)
         self._newest = (None, b"") if large else ((verb, arguments), packed)
         return packed, large
 
@@ -230,7 +230,7 @@ class RayGroup:
             while True:
                 self._arrived.append(self._events.get_nowait())
         while self._arrived:
-            event = opened(self._arrived.popleft())
+            event = open_answer(self._arrived.popleft())
             handle = self._handles.get(event.worker)  # once, because another thread may end the group now
             if handle is None:
                 self.control.disconnect(event.worker)  # it started after it was dismissed
@@ -301,7 +301,7 @@ class RayGroup:
         """Start the process that reads a dataset for all workers, unless it is running."""
         if name not in self._dealers:
             nodes = [handle.node for handle in self._handles.values() if handle.node and not handle.ended]
-            no_room_for_data(nodes, self._resources.cpus, "a Ray Dataset")
+            warn_no_room_for_data(nodes, self._resources.cpus, "a Ray Dataset")
             self._dealers[name] = start_dealer(name, packed)
 
     # -- control --------------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ class RayGroup:
         meanwhile are free, because the next line of the user's script may need them."""
         running = {worker: h for worker, h in self._handles.items() if h.node and not h.ended}
         held = {worker: h.actor for worker, h in running.items() if h.node not in self._draining}
-        room = cluster.within(ANSWER_S, self.room) if held and self._resources.as_dict() else None
+        room = cluster.get_within(ANSWER_S, self.room) if held and self._resources.as_dict() else None
         yield
         ended = [actor for worker, actor in held.items() if worker not in self._handles]
         if room is not None and ended:

@@ -21,9 +21,9 @@ from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend, Replica, ReplicaFactory
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import described, shown, text_of
-from raysgd.workers.calls import Blob, PickledObject, unpickled
+from raysgd.workers.calls import Blob, PickledObject, unpickle
 from raysgd.workers.foreign import is_exit_of_actor
-from raysgd.workers.gpu_faults import gets_memory, is_out_of_memory
+from raysgd.workers.gpu_faults import is_out_of_memory, wait_for_memory
 from raysgd.workers.serialization import is_installed
 
 logger = logging.getLogger(__name__)
@@ -52,14 +52,15 @@ class ReplicaHost:
 
     A rank whose own code raised an error leaves the generation at once, so that the collective
     calls of its peers fail instead of waiting for it. `remote` is False if outcomes do not leave
-    this process. `fault_in` finds the fault of a GPU in an error, where the process can end for it.
+    this process. `find_fault` finds the fault of a GPU in an error, where the process can end for
+    it.
     """
 
     def __init__(self, backend: ProcessGroupBackend, control: Control, *, remote: bool = True) -> None:
         self._backend = backend
         self._control = control
         self._remote = remote
-        self.fault_in: Callable[[BaseException], GpuFault | None] = lambda error: None
+        self.find_fault: Callable[[BaseException], GpuFault | None] = lambda error: None
         self._replica: Replica | None = None
         self._rank: int | None = None
         self._lacks_state = self._cut_short = False  # see `Progress`
@@ -127,7 +128,7 @@ class ReplicaHost:
     def _broken(self, error: BaseException, verb: str, called: str) -> WorkerFailed | None:
         """The outcome of a worker whose GPU is broken, or None. In the set-up, an error that a
         kernel of the user's may have caused is the user's."""
-        fault = self.fault_in(error)
+        fault = self.find_fault(error)
         if fault is None or (fault.suspect and verb in SET_UP):
             return None
         if not (fault.suspect and self._control.interrupted):
@@ -220,7 +221,7 @@ class ReplicaHost:
                 if not (tries_left and is_out_of_memory(error)):
                     raise
                 traceback.clear_frames(error.__traceback__)  # which hold what was built so far
-                if not gets_memory():
+                if not wait_for_memory():
                     raise
                 logger.warning("trying the set-up again, because a process that failed has given back the GPU's memory")
         self._backend.leave()
@@ -254,18 +255,18 @@ class ReplicaHost:
         """Give the state to those that take it. Without a transfer, only help to gather it."""
         assert self._replica is not None
         data = self._replica.state()
-        return self.moved(lambda: self._control.giving(transfer).send(data) if transfer else None)
+        return self.try_move(lambda: self._control.giving(transfer).send(data) if transfer else None)
 
     def _load(self, transfer: str) -> Interrupted | None:
         assert self._replica is not None
         taken = []
-        if (ended := self.moved(lambda: taken.append(self._control.take(transfer)))) is not None:
+        if (ended := self.try_move(lambda: taken.append(self._control.take(transfer)))) is not None:
             return ended  # then it has what it had before
         self._replica.load(taken[0])
         self._lacks_state = self._cut_short = False
         return None
 
-    def moved(self, move: Callable[[], Any]) -> Interrupted | None:
+    def try_move(self, move: Callable[[], Any]) -> Interrupted | None:
         """Move a state, or what a call needs. If the transfer ends early, another worker has
         failed, not this one."""
         try:
@@ -290,8 +291,8 @@ def _called(verb: str, arguments: Mapping[str, Any]) -> str:
 def _opened(value: Any) -> Any:
     """An argument of a verb as it was passed, with the arguments of a call unpickled."""
     if isinstance(value, Call):
-        return replace(value, arguments={name: unpickled(each) for name, each in value.arguments.items()})
-    return unpickled(value)
+        return replace(value, arguments={name: unpickle(each) for name, each in value.arguments.items()})
+    return unpickle(value)
 
 
 def exited(error: SystemExit, called: str, rank: int | None) -> RuntimeError:

@@ -44,17 +44,17 @@ def pack(value: Any) -> PickledObject | None:
         try:
             return PickledObject(dumps(value, contained=contained, imported=imported))
         except UNPICKLABLE as error:
-            more = {name for name in contained if unpicklable_variable(sys.modules[name])}
+            more = {name for name in contained if find_unpicklable_variable(sys.modules[name])}
             if not more:
                 raise TypeError(
-                    f"{value!r} cannot be sent to the workers: {_culprit(value)}{error}. Create such objects (locks, files, "
+                    f"{value!r} cannot be sent to the workers: {_find_culprit(value)}{error}. Create such objects (locks, files, "
                     "connections, loaders with running processes) inside `setup`, which runs on each worker, and pass only plain "
                     "values"
                 ) from error
             imported |= more
 
 
-def unpicklable_variable(module: ModuleType) -> str:
+def find_unpicklable_variable(module: ModuleType) -> str:
     """Find the name of a variable of a module that cannot be pickled, or ""."""
     for name, value in vars(module).items():
         if isinstance(value, type) and value.__module__ == module.__name__:
@@ -71,7 +71,7 @@ def unpicklable_variable(module: ModuleType) -> str:
     return ""
 
 
-def _culprit(value: Any) -> str:
+def _find_culprit(value: Any) -> str:
     """Find which attribute of the object, and which key of a dictionary in it, cannot be pickled;
     or else which variable of the script or notebook."""
     for name, part in getattr(value, "__dict__", {}).items():
@@ -83,7 +83,7 @@ def _culprit(value: Any) -> str:
                 return (
                     f"{name}[{key!r}] is {shown(each)}. " if isinstance(part, Mapping) else f"{name} is {shown(part)}. "
                 )
-    variable = unpicklable_variable(sys.modules["__main__"])
+    variable = find_unpicklable_variable(sys.modules["__main__"])
     return f"the variable {variable} of the script is one that cannot be pickled. " if variable else ""
 
 

@@ -67,7 +67,7 @@ class Transfer:
         self._lost(why)
 
     def _serve(self, connection: Connection, worker: str) -> None:
-        note = self._server.noting(worker)
+        note = self._server.make_note(worker)
         with self._changed:
             if self._closed:
                 return

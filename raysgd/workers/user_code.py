@@ -45,7 +45,7 @@ class UserCode:
     left_out: list[str] = field(default_factory=list)
 
 
-def user_folders(runtime_env: Mapping[str, Any]) -> tuple[list[Path], int]:
+def find_user_folders(runtime_env: Mapping[str, Any]) -> tuple[list[Path], int]:
     """Find the folders of `sys.path` with the user's modules, and how many are before installed
     packages: the script's, the notebook's and PYTHONPATH's. None if the job has a `working_dir` or
     `py_modules`, which Ray sends to all workers."""
@@ -63,7 +63,7 @@ def pack_modules(folders: Sequence[Path], first: int) -> UserCode:
     buffer, size, code = io.BytesIO(), 0, UserCode(b"", len(folders), first)
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for number, folder in enumerate(folders):
-            for file in _modules(folder, code.left_out):
+            for file in _walk_modules(folder, code.left_out):
                 try:
                     name = f"{number}/{file.relative_to(folder)}"
                     name.encode()
@@ -93,7 +93,7 @@ def pack_modules(folders: Sequence[Path], first: int) -> UserCode:
     return code
 
 
-def _modules(root: Path, left_out: list[str]) -> Iterator[Path]:
+def _walk_modules(root: Path, left_out: list[str]) -> Iterator[Path]:
     """Yield the modules below a folder, level by level. Data folders, environments and
     repositories' own folders cannot be imported, because of their names or their content."""
     waiting, seen, entries = deque([root]), {os.path.realpath(root)}, 0

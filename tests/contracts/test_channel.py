@@ -67,7 +67,7 @@ from raysgd.core.protocols import Call
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.errors import ConfigError
 from raysgd.workers import control_client, orphan
-from raysgd.workers.calls import SMALL, Blob, PickledObject, from_parts, in_parts, opened
+from raysgd.workers.calls import SMALL, Blob, PickledObject, open_answer, pickle_in_parts, unpickle_parts
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.control_server import UNADMITTED_AT_MOST, ControlServer
 from raysgd.workers.events import CallEnded, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
@@ -333,7 +333,7 @@ def test_a_call_travels_over_a_control_connection_and_its_answer_back(channel: C
     channel.server.send("w", PerformCall(7, 2, b"x" * 60_000))
     assert client.driver.calls.get(timeout=WAIT_S) == PerformCall(7, 2, b"x" * 60_000)
     client.answer(7, Ok(PickledObject(pickle.dumps([1, 2]))))
-    assert opened(channel.next(MessageReceived)) == CallEnded("w", 7, Ok([1, 2]))
+    assert open_answer(channel.next(MessageReceived)) == CallEnded("w", 7, Ok([1, 2]))
     channel.server.disconnect("w")
 
 
@@ -347,32 +347,32 @@ def test_a_large_answer_travels_over_the_bulk_connection(channel: Channel, size:
     client = channel.client()
     content = random.Random(size).randbytes(size)
     client.answer(1, Ok(PickledObject(pickle.dumps((content, [3])))))
-    assert opened(channel.next(MessageReceived)) == CallEnded("w", 1, Ok((content, [3])))
+    assert open_answer(channel.next(MessageReceived)) == CallEnded("w", 1, Ok((content, [3])))
     client.answer(2, Ok(Blob(memoryview(content))))
-    end = opened(channel.next(MessageReceived))
+    end = open_answer(channel.next(MessageReceived))
     assert isinstance(end, CallEnded) and isinstance(end.outcome, Ok) and end.outcome.value.data == content
     client.answer(3, Failed(LargeError(content)))
-    end = opened(channel.next(MessageReceived))
+    end = open_answer(channel.next(MessageReceived))
     assert isinstance(end, CallEnded) and isinstance(end.outcome, Failed) and end.outcome.error.args == (content,)
     client.answer(4, Ok())
-    assert opened(channel.next(MessageReceived)) == CallEnded("w", 4, Ok())
+    assert open_answer(channel.next(MessageReceived)) == CallEnded("w", 4, Ok())
     channel.server.disconnect("w")
 
 
 def test_nothing_large_is_copied_to_be_sent() -> None:
     content = bytearray(SMALL)
-    packed, large = in_parts({"one": Blob(content), "other": Blob(content), "small": Blob(b"x")}, pickle.dumps)
+    packed, large = pickle_in_parts({"one": Blob(content), "other": Blob(content), "small": Blob(b"x")}, pickle.dumps)
     assert len(packed) < 1000 and [each.obj for each in large] == [content, content] and large[0].obj is content
-    assert {name: bytes(each.data) for name, each in from_parts(packed, large).items()} == {
+    assert {name: bytes(each.data) for name, each in unpickle_parts(packed, large).items()} == {
         "one": bytes(SMALL),
         "other": bytes(SMALL),
         "small": b"x",
     }
-    assert in_parts(bytes(SMALL), pickle.dumps)[0] == b"", "it is not in a message"
+    assert pickle_in_parts(bytes(SMALL), pickle.dumps)[0] == b"", "it is not in a message"
 
 
 def test_an_outcome_that_cannot_be_unpickled_is_a_failed_call() -> None:
-    end = opened(MessageReceived("w", CallAnswer(3, b"no pickle")))
+    end = open_answer(MessageReceived("w", CallAnswer(3, b"no pickle")))
     assert isinstance(end, CallEnded) and end.call == 3 and isinstance(end.outcome, Failed)
 
 

@@ -189,7 +189,7 @@ def test_workers_run_in_a_placement_group_only_if_it_captures_them(
             if free == room:
                 break
             time.sleep(0.2)
-        return type(cluster.placement()).__name__, free
+        return type(cluster.choose_placement()).__name__, free
 
     group = ray.util.placement_group([{"CPU": 2}])
     try:

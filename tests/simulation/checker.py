@@ -215,6 +215,9 @@ class Checker:
         if group.generation < self.newest:
             self.fail(f"{worker.name} trained in generation {group.generation}, but {self.newest} has formed")
         if group.generation not in self._began:
+            if not self._plan.in_place:
+                # All are new, from a snapshot that may be that of a worker whose connection was lost.
+                self._continue_from(steps[:-1])
             self._begin(group, len(steps) - 1)
         number = len(steps)
         if number == len(self.truth) + 1 and list(steps[:-1]) == self.truth:
@@ -226,10 +229,12 @@ class Checker:
             )
 
     def taken_over(self, members: Sequence[Any]) -> None:
-        """Count the steps of workers that a driver had given up, if the next one continues from these. They may have ended the
-        call, and make no step more."""
-        steps = members[0].replica.steps
-        if any(steps == each and self._is_beyond(name, each) for name, each in self._beyond.items()):
+        """The next driver continues from these workers. They may have ended the call, and make no step more."""
+        self._continue_from(members[0].replica.steps)
+
+    def _continue_from(self, steps: Sequence[Step]) -> None:
+        """Count the steps of workers that a driver had given up, if training continues from their state."""
+        if any(list(steps) == each and self._is_beyond(name, each) for name, each in self._beyond.items()):
             self.applied_steps += len(steps) - len(self.truth)
             self.truth = list(steps)
 

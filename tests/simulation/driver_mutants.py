@@ -173,7 +173,7 @@ def forget_which_call_was_running(patch: Patch) -> None:
 
 @mutant
 def forget_what_was_measured_before(patch: Patch) -> None:
-    patch.setattr(engine, "partial_results_left", lambda left, call: [])
+    patch.setattr(engine, "collect_results_left", lambda left, call: [])
 
 
 @mutant

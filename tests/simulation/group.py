@@ -84,7 +84,7 @@ class SimClient(ControlClient):
         worker, before = self._worker_process, self.control.interrupted
         worker.strike("message")
         if worker.alive:
-            self.driver.heard(worker.clock())
+            self.driver.note_message(worker.clock())
             self._handle(message)
             worker.checker.received(worker, message, interrupted=self.control.interrupted and not before)
 
@@ -103,7 +103,7 @@ class SimClient(ControlClient):
         return WAITING if group is not None and group.waits(self._worker_process) else BUSY
 
 
-def fault_in(error: BaseException) -> GpuFault | None:
+def find_fault(error: BaseException) -> GpuFault | None:
     """Replace what asks torch and the GPU."""
     return GpuFault(suspect=error.suspect) if isinstance(error, GpuError) else None
 
@@ -134,7 +134,7 @@ class Worker(Process):
             self.ask_driver,
         )
         self.host = ReplicaHost(self.backend, self.client.control, remote=False)
-        self.host.fault_in = fault_in
+        self.host.find_fault = find_fault
         self.term = group.term
         self._adopters: list[SimGroup] = []
         self.replica: SimReplica | None = None
@@ -231,7 +231,7 @@ class Worker(Process):
             return
         stopped_at = self.group.stopped_at()
         if not driver.has_ended and stopped_at is None:  # then it says that it lives
-            driver.heard(self.clock())
+            driver.note_message(self.clock())
             return
         if stopped_at is not None and not driver.has_ended:
             driver.heard_at = stopped_at + self.ahead_s
@@ -426,7 +426,7 @@ class Worker(Process):
     def ask(self, call: int, generation: int, verb: str, arguments: dict[str, Any], group: SimGroup) -> None:
         def arrive() -> None:
             if group is self.group and not self.client.driver.has_ended:
-                self.client.driver.heard(self.clock())
+                self.client.driver.note_message(self.clock())
                 self._calls.append((call, generation, verb, arguments))
                 self.free()
 

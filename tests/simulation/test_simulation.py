@@ -300,6 +300,18 @@ FOUND = {
         script=("fit 1",),
         faults=(Fault("cut", "forward", count=6, seconds=8.0),),
     ),
+    "the only snapshot with the last step came from a worker whose connection was lost, and the checker missed that": Plan(
+        seed=3675,
+        ranks=4,
+        nodes=(1, 3),
+        samples=1,
+        step_s=0.01,
+        late=0.1,
+        in_place=False,
+        snapshot_every=3,
+        script=("train 4",),
+        faults=(Fault("disconnect", "reduced", count=9, others=2, pick=19), Fault("loader", "data", count=8)),
+    ),
 }
 
 

@@ -22,7 +22,7 @@ import pytest
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage import values
 from raysgd.train import Checkpoint
-from raysgd.train.job import payload_of
+from raysgd.train.job import pack_checkpoint
 from raysgd.workers import serialization
 from tests import storing
 from tests.storage.damage import Touches
@@ -338,8 +338,8 @@ def test_reading_runs_no_code_from_the_file(tmp_path: Path, name: str) -> None:
         Checkpoint.from_directory(tmp_path / "folder").to_dict,
         Checkpoint(tmp_path / "saved").get_metadata,
         lambda: Checkpoint.from_bytes(data),
-        lambda: payload_of(tmp_path / "saved"),
-        lambda: payload_of(str(tmp_path / "folder")),
+        lambda: pack_checkpoint(tmp_path / "saved"),
+        lambda: pack_checkpoint(str(tmp_path / "folder")),
     ]
     for tried in tries:
         with pytest.raises(CheckpointError):
@@ -369,7 +369,7 @@ def test_other_and_damaged_files_are_refused(tmp_path: Path, name: str) -> None:
     tries: list[Callable[[], Any]] = [
         Checkpoint(tmp_path / "given").to_dict,
         Checkpoint(tmp_path / "given", trusted=True).to_dict,
-        lambda: payload_of(tmp_path / "given"),
+        lambda: pack_checkpoint(tmp_path / "given"),
     ]
     for tried in tries:
         with pytest.raises(CheckpointError, match=r"given: .*(damaged|is a dictionary)") as caught:

@@ -14,7 +14,7 @@ import pytest
 from raysgd import ElasticConfig, train
 from raysgd.train import DataConfig, Trainer
 from raysgd.train.splits import make_splits
-from raysgd.workers.dealers import no_room_for_data
+from raysgd.workers.dealers import warn_no_room_for_data
 from tests.peek import run_with_shards, want_workers
 
 ray_data = pytest.importorskip("ray.data")
@@ -195,7 +195,7 @@ def test_a_warning_if_workers_leave_no_cpu_for_the_data(ray_cluster: None, caplo
 
     (node,) = [each["NodeID"] for each in ray.nodes() if each["Alive"]]
     with caplog.at_level(logging.WARNING, logger="raysgd"):
-        assert not no_room_for_data([node] * 7, 1, "train")
+        assert not warn_no_room_for_data([node] * 7, 1, "train")
         assert not caplog.records
-        assert no_room_for_data([node] * 4, 2, "train")
+        assert warn_no_room_for_data([node] * 4, 2, "train")
     assert "are held by 4 workers with 2 CPU each" in caplog.text

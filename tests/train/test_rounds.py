@@ -28,9 +28,9 @@ class Driver:
     def __init__(self, tmp_path: Path, *, manager: CheckpointManager | None = None, ranks: int = 2) -> None:
         self.failed: list[BaseException] = []
         self.went_on: list[tuple[int, int]] = []  # rank and step
-        self.run = FunctionRun(
-            1, manager or CheckpointManager(tmp_path), FunctionJob(function=dict), Backend(), fail=self.failed.append
-        )
+        self.recorded: list[tuple[dict[str, Any], int, int]] = []  # metrics, newest checkpoint, calls returned so far
+        job = FunctionJob(function=dict, record=lambda *row: self.recorded.append((*row, len(self.went_on))))
+        self.run = FunctionRun(1, manager or CheckpointManager(tmp_path), job, Backend(), fail=self.failed.append)
         self.attempt = self.run.begin_attempt(ranks)
 
     def report(self, rank: int, *, attempt: int | None = None, checkpoint: Any = None, **metrics: Any) -> None:
@@ -167,6 +167,28 @@ def test_slow_storage_delays_no_recovery_and_a_round_is_visible_after_its_checkp
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_000001"]
     driver.run.close()
     assert driver.run.error is None
+
+
+def test_a_round_is_recorded_after_its_checkpoint_and_before_its_ranks_continue(tmp_path: Path) -> None:
+    driver, manager = with_slow_storage(tmp_path)
+    driver.report(0, step=0)
+    driver.report(0, checkpoint={"epoch": 0})
+    driver.report(0, step=1)
+    for _ in until(lambda: driver.went_on == [(0, 0)]):
+        time.sleep(0.01)
+    assert driver.recorded == [({"step": 0}, 0, 0)]
+    manager.allowed.set()
+    driver.run.close()
+    assert driver.recorded[1:] == [({"step": 1}, 1, 2)], "although nobody has fetched it"
+
+
+def test_an_error_of_the_record_ends_the_run(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, ranks=1)
+    driver.recorded = None  # type: ignore[assignment]
+    driver.report(0, step=0)
+    driver.run.close()
+    assert isinstance(driver.run.error, AttributeError) and driver.failed == [driver.run.error]
+    assert rows_of(driver) == []
 
 
 def test_who_waits_when_the_workers_fail_waits_no_longer(tmp_path: Path) -> None:

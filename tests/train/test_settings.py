@@ -14,7 +14,7 @@ from raysgd.callbacks import PrintCallback
 from raysgd.storage.remote import Uri
 from raysgd.train import FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.fit.records import RunRecord, StoredRun
-from raysgd.train.fit.run import _log_dir
+from raysgd.train.fit.run import _choose_log_dir
 from raysgd.train.job import check_function
 from raysgd.train.settings import check_strategy
 from raysgd.train.worker_group import limits_for
@@ -165,7 +165,7 @@ def test_the_files_of_a_run_can_be_read_while_it_is_running(tmp_path: Path) -> N
     torch = pytest.importorskip("torch")
     record = RunRecord(tmp_path, tmp_path, "T", {"lr": 1}, None)
     record.begin({"a": b"b"})
-    record.add({"loss": torch.tensor(0.5), "many": torch.ones(2), "nothing": float("nan")}, None)
+    record.add({"loss": torch.tensor(0.5), "many": torch.ones(2), "nothing": float("nan")}, -1)
     record.add({"loss": 0.25}, 0)
     record.add({"loss": 0.125}, 0)
     with open(tmp_path / "results.jsonl", "a") as file:
@@ -187,7 +187,7 @@ def test_the_files_of_a_run_can_be_read_while_it_is_running(tmp_path: Path) -> N
 def test_a_resumed_run_keeps_its_ids_and_its_total_time(tmp_path: Path) -> None:
     record = RunRecord(tmp_path, tmp_path, "T", {}, None)
     record.begin({})
-    record.add({"confusion": {(0, 1): {2: [{(3, 4): 5}]}}}, None)
+    record.add({"confusion": {(0, 1): {2: [{(3, 4): 5}]}}}, -1)
     record.rows[-1]["time_total_s"] = 100.0
     record.end(None)
     assert StoredRun.read(tmp_path).rows[-1]["confusion"] == {"(0, 1)": {"2": [{"(3, 4)": 5}]}}
@@ -197,7 +197,7 @@ def test_a_resumed_run_keeps_its_ids_and_its_total_time(tmp_path: Path) -> None:
     again = RunRecord(tmp_path, tmp_path, "T", {}, past)
     again.begin({})
     assert len(StoredRun.read(tmp_path).rows) == 1, "the rows are kept before the first new report"
-    again.add({}, None)
+    again.add({}, -1)
     again.end(None)
     first, second = StoredRun.read(tmp_path).rows
     assert (first["done"], second["done"]) == (False, True)
@@ -208,7 +208,7 @@ def test_a_resumed_run_keeps_its_ids_and_its_total_time(tmp_path: Path) -> None:
 def test_rows_are_rewritten_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = RunRecord(tmp_path, tmp_path, "T", {}, None)
     record.begin({})
-    record.add({"epoch": 1}, None)
+    record.add({"epoch": 1}, -1)
     resumed = RunRecord(tmp_path, tmp_path, "T", {}, StoredRun.read(tmp_path))
 
     def killed(*_: Any) -> None:
@@ -301,10 +301,10 @@ def test_a_run_in_remote_storage_has_its_own_local_directory(tmp_path: Path, mon
     home = tmp_path / "ray_results"
     (home / "run").mkdir(parents=True)
     (home / "run" / "trainer.zip").write_bytes(b"a run that is stored here")
-    assert _log_dir(Uri("s3://a/run")) == home / "run_2"
-    assert _log_dir(Uri("s3://b/run")) == home / "run_3"
-    assert _log_dir(Uri("s3://a/run"), resume=True) == home / "run_2"
-    assert _log_dir(Uri("s3://c/run"), resume=True) == home / "run_4"
+    assert _choose_log_dir(Uri("s3://a/run")) == home / "run_2"
+    assert _choose_log_dir(Uri("s3://b/run")) == home / "run_3"
+    assert _choose_log_dir(Uri("s3://a/run"), resume=True) == home / "run_2"
+    assert _choose_log_dir(Uri("s3://c/run"), resume=True) == home / "run_4"
     assert [path.name for path in (home / "run").iterdir()] == ["trainer.zip"]
 
 

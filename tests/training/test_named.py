@@ -90,17 +90,17 @@ def test_only_the_same_calls_in_the_same_order_get_the_results_of_the_last_scrip
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     first = run({})
-    assert begin(first, 1, 0) == 0 and first._place.recorded("train(num_steps=10)") is None
+    assert begin(first, 1, 0) == 0 and first._place.find_recorded("train(num_steps=10)") is None
     for call in ("train(num_steps=10)", "validate()", "train(num_steps=10)"):
         first._place.note(Made(call, {"of": call}, []))
         first.commit(ENGINE, History(), [])
     again = run(first.tenure.record)
     assert begin(again, 1, 0) == 3
-    assert [again._place.recorded(call) for call in ("train(num_steps=10)", "validate()")] == [
+    assert [again._place.find_recorded(call) for call in ("train(num_steps=10)", "validate()")] == [
         ("train(num_steps=10)", {"of": "train(num_steps=10)"}, []),
         ("validate()", {"of": "validate()"}, []),
     ]
-    assert again._place.recorded("train()") is None and again._place.recorded("train(num_steps=10)") is None
+    assert again._place.find_recorded("train()") is None and again._place.find_recorded("train(num_steps=10)") is None
     assert "this script calls train() where the last one called train(num_steps=10): the call is made" in caplog.text
 
 
@@ -113,7 +113,7 @@ def test_a_script_that_dies_in_the_first_call_of_an_epoch_begins_with_that_epoch
             first.commit(ENGINE, History(), [])
     again = run(first.tenure.record)
     assert (again._place.loop, again._place.done) == (1, 1)
-    assert begin(again, 1, 1) == 0 and again._place.recorded("train()") is None
+    assert begin(again, 1, 1) == 0 and again._place.find_recorded("train()") is None
 
 
 @pytest.mark.parametrize(

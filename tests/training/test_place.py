@@ -154,16 +154,16 @@ def test_a_change_of_which_only_the_workers_know_is_not_made_again() -> None:
     """The script had ended before it could note it."""
     place = Place()
     place.resume(1, 2, [Made("train()", {}, []), Made("", None)])
-    assert place.begin_body(1, 2) == 1 and place.recorded("train()") is not None
-    assert place.recorded("update_scheduler()", change=True) == Made("", None)
-    assert place.begin_body(1, 3) == 0 and place.recorded("train()") is None
+    assert place.begin_body(1, 2) == 1 and place.find_recorded("train()") is not None
+    assert place.find_recorded("update_scheduler()", change=True) == Made("", None)
+    assert place.begin_body(1, 3) == 0 and place.find_recorded("train()") is None
 
 
 def test_it_is_no_measuring_call() -> None:
     place = Place()
     place.resume(1, 2, [Made("", None)])
-    assert place.begin_body(1, 2) == 0 and place.recorded("train()") is None
-    assert place.recorded("update_scheduler()", change=True) is None
+    assert place.begin_body(1, 2) == 0 and place.find_recorded("train()") is None
+    assert place.find_recorded("update_scheduler()", change=True) is None
 
 
 @pytest.mark.parametrize("values", [[1.5, None], [], [{"a": [1]}]])
@@ -198,6 +198,6 @@ def test_a_call_that_raised_an_error_raises_one_like_it() -> None:
     assert again.begin_body(1, 2) == 0
     for _, kind, text in raised:
         with pytest.raises(kind, match=text) as found:
-            again.recorded("train()")
+            again.find_recorded("train()")
         assert type(found.value) is kind
     assert again.made == place.made and len(place.made) == len(raised)

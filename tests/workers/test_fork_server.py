@@ -318,7 +318,7 @@ def test_a_client_that_sends_nothing_delays_nobody(tmp_path: Path, monkeypatch: 
 
 def test_paths_of_a_worker_where_raysgd_is_installed_beside_ray() -> None:
     own = ["/site-packages", "/servers", "/lib/python3", "/site-packages"]
-    paths = fork_server.worker_paths(
+    paths = fork_server.find_worker_paths(
         "/site-packages/ray/default_worker.py", {"PYTHONPATH": "/theirs:"}, own, {"PYTHONPATH": "/servers"}
     )
     assert paths == ["/site-packages/ray", "/theirs", "/lib/python3", "/site-packages"]

@@ -57,9 +57,9 @@ def test_an_error_that_stays_is_a_fault_of_the_gpu(
 ) -> None:
     monkeypatch.setattr(gpu_faults, "probe", lambda: again)
     monkeypatch.setattr(gpu_faults, "gpu_uuid", lambda: "GPU-5f1c")
-    assert gpu_faults.fault_in(error) == GpuFault("GPU-5f1c", suspect)
+    assert gpu_faults.find_fault(error) == GpuFault("GPU-5f1c", suspect)
     monkeypatch.setattr(gpu_faults, "probe", lambda: None)
-    assert gpu_faults.fault_in(error) is None, "it was a wrong call, which has left the GPU as it was"
+    assert gpu_faults.find_fault(error) is None, "it was a wrong call, which has left the GPU as it was"
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_an_error_that_stays_is_a_fault_of_the_gpu(
 )
 def test_other_errors_do_not_ask_the_gpu(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(gpu_faults, "probe", lambda: pytest.fail("the GPU was asked"))
-    assert gpu_faults.fault_in(error) is None
+    assert gpu_faults.find_fault(error) is None
 
 
 def test_without_a_gpu_no_error_is_a_fault() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    assert gpu_faults.fault_in(accelerator(ECC)) is None
+    assert gpu_faults.find_fault(accelerator(ECC)) is None
     assert gpu_faults.gpu_uuid() == ""
 
 
@@ -154,7 +154,7 @@ class Raises:
 
 def host_of(factory: Callable[..., Any]) -> tuple[ReplicaHost, Leaves, dict[str, Any]]:
     host = ReplicaHost(backend := Leaves(), Control())
-    host.fault_in = gpu_faults.fault_in
+    host.find_fault = gpu_faults.find_fault
     return host, backend, {"factory": factory, "rank_info": RankInfo(solo=True)}
 
 
@@ -236,7 +236,7 @@ def test_memory_is_awaited_while_another_process_gives_it_back(
     monkeypatch: pytest.MonkeyPatch, free: list[int], gets: bool
 ) -> None:
     memory(monkeypatch, free)
-    assert gpu_faults.gets_memory() is gets
+    assert gpu_faults.wait_for_memory() is gets
     assert len(free) == 1, "until it does not rise any more"
 
 
@@ -257,7 +257,7 @@ def test_a_replacement_is_set_up_again_when_memory_is_free(
             raise torch.OutOfMemoryError(f"CUDA out of memory ({model.__class__.__name__})")
         return Raises(ValueError())
 
-    monkeypatch.setattr("raysgd.workers.replica_host.gets_memory", lambda: bool(freed) and rises)
+    monkeypatch.setattr("raysgd.workers.replica_host.wait_for_memory", lambda: bool(freed) and rises)
     host, _, given = host_of(set_up)
     outcome = host.perform("warm", {**given, "hook": None, "settings": {}})
     assert made == tries and type(outcome) is (Ok if failures < tries else Failed)

@@ -136,7 +136,7 @@ def test_a_cluster_beside_that_of_another_script_is_announced(
     others: list[str], monkeypatch: pytest.MonkeyPatch, init: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     found(monkeypatch, "")
-    monkeypatch.setattr(foreign, "clusters_here", lambda: others)
+    monkeypatch.setattr(foreign, "find_clusters", lambda: others)
     monkeypatch.setattr(cluster, "start_fork_server", lambda: "")
     monkeypatch.setattr(cluster, "require_ray", lambda: "session")
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0})

@@ -29,7 +29,7 @@ def test_an_orphan_stops_leaves_its_group_and_ends() -> None:
 def test_a_silent_driver_is_missed_later_and_may_return() -> None:
     worker = Worker(orphan_s=20.0)
     assert worker.look(until=LEASE_S + 1.5) == [(LEASE_S, "stop")]
-    worker.driver.heard(LEASE_S + 1)
+    worker.driver.note_message(LEASE_S + 1)
     assert worker.look(until=LEASE_S + 30) == [(LEASE_S, "stop")]
 
 

@@ -65,13 +65,13 @@ def test_which_files_belong_to_installed_packages(file: str, installed: bool) ->
 
 def test_only_modules_that_the_object_uses_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program can have thousands of modules, each of which takes milliseconds."""
-    looked, look = list[str](), serialization.unpicklable_variable
+    looked, look = list[str](), serialization.find_unpicklable_variable
 
     def noting(module: ModuleType) -> str:
         looked.append(module.__name__)
         return look(module)
 
-    monkeypatch.setattr(serialization, "unpicklable_variable", noting)
+    monkeypatch.setattr(serialization, "find_unpicklable_variable", noting)
     with pytest.raises(TypeError, match="cannot be sent"):
         pack([of_this_module, Lock()])
     assert set(looked) == {__name__, "__main__"}

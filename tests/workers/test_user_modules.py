@@ -16,7 +16,7 @@ from raysgd.workers import user_code
 from raysgd.workers.events import CallEnded, Event, WorkerEnded
 from raysgd.workers.ray_group import RayGroup
 from raysgd.workers.serialization import pack
-from raysgd.workers.user_code import add_to_path, install, pack_modules, user_folders
+from raysgd.workers.user_code import add_to_path, find_user_folders, install, pack_modules
 from tests.background import Background
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -101,13 +101,19 @@ def test_what_is_too_large_is_left_out_and_logged(
 
 def test_a_job_with_a_working_dir_sends_nothing(path: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path[:0] = [str(folder), str(folder)]
-    assert user_folders({})[0][0] == folder
-    assert not any("site-packages" in str(each) or each == Path(os.__file__).parent for each in user_folders({})[0])
-    assert user_folders({"env_vars": {"A": "1"}}) == user_folders({}), "a runtime environment without code"
-    assert user_folders({"working_dir": "gcs://_ray_pkg_1.zip"}) == user_folders({"py_modules": ["x"]}) == ([], 0)
+    assert find_user_folders({})[0][0] == folder
+    assert not any(
+        "site-packages" in str(each) or each == Path(os.__file__).parent for each in find_user_folders({})[0]
+    )
+    assert find_user_folders({"env_vars": {"A": "1"}}) == find_user_folders({}), "a runtime environment without code"
+    assert (
+        find_user_folders({"working_dir": "gcs://_ray_pkg_1.zip"})
+        == find_user_folders({"py_modules": ["x"]})
+        == ([], 0)
+    )
     path.insert(0, "")  # a notebook
     monkeypatch.chdir(folder / "pack")
-    assert user_folders({})[0][0] == folder / "pack"
+    assert find_user_folders({})[0][0] == folder / "pack"
 
 
 def test_folders_of_this_machine_are_added_in_their_order(path: list[str]) -> None:
@@ -121,7 +127,7 @@ def test_packages_that_are_developed_come_after_installed_ones(path: list[str], 
     developed.mkdir()
     path.insert(0, str(folder))
     path.append(str(developed))  # as `pip install -e` does
-    folders, first = user_folders({})
+    folders, first = find_user_folders({})
     assert folder in folders[:first] and developed in folders[first:]
 
 

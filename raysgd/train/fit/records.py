@@ -45,15 +45,17 @@ class StoredRun:
                 f"there is no run to resume at {where}: pass the directory of a run of fit() (its result's `path`), which has "
                 f"a file {SETTINGS}"
             )
-        state = _state(where / STATE)
-        lines = [_line(where / RESULTS, number, line) for number, line in enumerate(_lines(where / RESULTS), 1)]
+        state = _read_state(where / STATE)
+        lines = [
+            _read_line(where / RESULTS, number, line) for number, line in enumerate(_read_lines(where / RESULTS), 1)
+        ]
         if lines and state["status"] != "running":
             lines[-1]["metrics"]["done"] = True
         return cls(
             state["trainer"],
             state["status"],
             state["error"],
-            _settings(where),
+            _read_settings(where),
             {name: str(state[name]) for name in IDS if name in state},
             tuple(line["metrics"] for line in lines),
             tuple(line["checkpoint"] for line in lines),
@@ -68,7 +70,7 @@ class StoredRun:
         return found
 
 
-def _state(place: Any) -> dict[str, Any]:
+def _read_state(place: Any) -> dict[str, Any]:
     state = folders.parse_json(locations.read(place), place)
     texts = [state.get(name) for name in ("trainer", "status", "error")]
     if not all(isinstance(text, str) for text in texts) or state["status"] not in ("running", "finished", "failed"):
@@ -76,7 +78,7 @@ def _state(place: Any) -> dict[str, Any]:
     return state
 
 
-def _line(place: Any, number: int, line: bytes) -> dict[str, Any]:
+def _read_line(place: Any, number: int, line: bytes) -> dict[str, Any]:
     """Read a report, with the number of the newest checkpoint at that time."""
     found = folders.parse_json(line, f"line {number} of {place}")
     if not isinstance(found.get("metrics"), dict) or not isinstance(found.get("checkpoint", ""), (int, type(None))):
@@ -84,7 +86,7 @@ def _line(place: Any, number: int, line: bytes) -> dict[str, Any]:
     return found
 
 
-def _settings(where: Any) -> dict[str, bytes]:
+def _read_settings(where: Any) -> dict[str, bytes]:
     """Read the pickles of the settings by name, without loading one: this runs no code."""
     data = locations.read(where / SETTINGS)
     try:
@@ -142,11 +144,13 @@ class RunRecord:
         """Note that the workers are ready, and that the function starts."""
         self._last = self._warm = time.time()
 
-    def add(self, row: Mapping[str, Any], newest: int | None) -> None:
-        """Write a report of rank 0. Upload the file whenever there is a new checkpoint."""
-        is_new = newest is not None and newest != (self._numbers[-1] if self._numbers else None)
+    def add(self, row: Mapping[str, Any], newest: int) -> None:
+        """Write a report of rank 0. Upload the file whenever there is a new checkpoint; before the
+        first one, `newest` is below 0."""
+        number = newest if newest >= 0 else None
+        is_new = number is not None and number != (self._numbers[-1] if self._numbers else None)
         self.rows.append({**self._autofill(), **row})
-        self._numbers.append(newest)
+        self._numbers.append(number)
         self._append()
         if is_new:
             self._upload()
@@ -169,7 +173,7 @@ class RunRecord:
         """Return a line for each row that is not in the file yet."""
         new = zip(self.rows[self._written :], self._numbers[self._written :], strict=True)
         self._written = len(self.rows)
-        return [_line_of(_with_text_keys({"metrics": row, "checkpoint": at})) for row, at in new]
+        return [_make_line(_with_text_keys({"metrics": row, "checkpoint": at})) for row, at in new]
 
     def _upload(self) -> None:
         if self.where != self.log_dir and (self.log_dir / RESULTS).exists():
@@ -193,12 +197,12 @@ class RunRecord:
         return row
 
 
-def _line_of(row: dict[str, Any]) -> str:
+def _make_line(row: dict[str, Any]) -> str:
     """Make a line that ends with a digest of the rest."""
     return folders.dump_json(json.loads(json.dumps(row, default=as_json))).decode() + "\n"
 
 
-def _lines(path: Any) -> list[bytes]:
+def _read_lines(path: Any) -> list[bytes]:
     """Read the complete lines: the last one may be truncated."""
     if not path.is_file():
         return []

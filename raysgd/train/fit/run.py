@@ -5,7 +5,8 @@ fit()
     take a new directory; or that of the run that is restored, with its checkpoints and reports
     write the trainer's settings
     start the workers, and run the function
-        a round is complete -> write rank 0's report, and call the callbacks
+        a round is complete -> its checkpoint and rank 0's metrics are written, and its reports return;
+                               the callbacks are called
     end the workers
     return the Result, or raise the error that ended the run
 """
@@ -27,7 +28,6 @@ from raysgd.train.driver import FunctionDriver, TrainingIterator
 from raysgd.train.fit.records import RunRecord, StoredRun
 from raysgd.train.fit.result import Result
 from raysgd.train.job import FunctionJob, FunctionWorkers
-from raysgd.train.rounds import RoundResult
 from raysgd.train.settings import RunConfig
 
 logger = logging.getLogger("raysgd")
@@ -49,20 +49,17 @@ def run_and_store(
     # These first, because invalid callbacks and settings must not leave a directory behind.
     callbacks, executor = make_callback_list(config.callbacks, history=history), FunctionDriver(workers)
     stored = None if past is None else StoredRun.read(past)
-    where, log_dir = _new_place(trainer, config) if past is None else (past, _log_dir(past, resume=True))
+    where, log_dir = _choose_place(trainer, config) if past is None else (past, _choose_log_dir(past, resume=True))
     record, manager = RunRecord(where, log_dir, trainer, job.config, stored), job.make_manager(where)
     if stored is not None:
         manager.adopt(stored.metrics_by_checkpoint())
     record.begin(settings)
 
-    def write(result: RoundResult) -> None:
-        record.add(result.rows[0], result.checkpoint_id if result.checkpoint_id >= 0 else None)
-
     try:
         executor.start(job.hook)
         record.note_start()
-        rounds = TrainingIterator(executor, callbacks, record=write)
-        job = replace(job, trial=record.trial())
+        rounds = TrainingIterator(executor, callbacks)
+        job = replace(job, trial=record.trial(), record=record.add)
         values = rounds.run_to_end(job, manager, trainer=trainer, folder=log_dir)
         record.end(None)
     except BaseException as error:
@@ -84,7 +81,7 @@ def _record_failure(record: RunRecord, trainer: str, error: BaseException) -> No
     logger.error(text, type(error).__name__, record.where, trainer)
 
 
-def _new_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:
+def _choose_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:
     """Choose where the run is stored, and its directory here: new ones, of no other run."""
     home = Path.home() / RESULTS if config.storage_path is None else place(config.storage_path)
     home = home.absolute() if isinstance(home, Path) else home
@@ -95,10 +92,10 @@ def _new_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:
         new = home / next(candidate for candidate in numbered(name) if not names(home / candidate))
     if new != home / name:
         logger.warning("there is a run at %s already: this run is stored at %s", home / name, new)
-    return new, _log_dir(new)
+    return new, _choose_log_dir(new)
 
 
-def _log_dir(where: Place, *, resume: bool = False) -> Path:
+def _choose_log_dir(where: Place, *, resume: bool = False) -> Path:
     """Choose the directory here where callbacks write. For a URI it is a new one, because another
     run may have used the name, or with `resume` that of this run."""
     if not isinstance(where, Uri):

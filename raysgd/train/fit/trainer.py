@@ -265,7 +265,7 @@ class DataParallelTrainer:
         for name, value in overrides.items():
             setattr(trainer, name, value)
         if isinstance(overrides.get("run_config"), RunConfig):
-            trainer.run_config = overrides["run_config"].completed(_unpickle(past.settings["run_config"]))
+            trainer.run_config = overrides["run_config"].complete_from(_unpickle(past.settings["run_config"]))
         trainer.backend_config = parse_backend(trainer.backend_config)
         trainer._restored_from = text_of(place(path))
         trainer._check()
