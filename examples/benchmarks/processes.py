@@ -64,6 +64,7 @@ def child(command: list[str], extra: Mapping[str, str]) -> Iterator[subprocess.P
     in sessions of their own, and only torchrun ends them. Then whatever is left of its session is killed."""
     path = search_path(extra.get("PYTHONPATH", ""))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **extra, "PYTHONPATH": path}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # installed packages have bytecode, so raysgd is to have it, too
     process = subprocess.Popen(
         command,
         env=environment,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES, WEIGHT
@@ -64,6 +65,12 @@ class AverageMeter:
         """The weighted mean, NaN if the weights add up to 0."""
         total = self.sum  # the count is complete then
         return total / self.count if self.count else math.nan
+
+    def copy(self) -> AverageMeter:
+        """Return one with the same numbers."""
+        other = copy(self)
+        other._waiting = [*self._waiting]
+        return other
 
     def _add(self, number: Any, n: Any) -> bool:
         """Add a number. Return whether so many wait that they are to be read now."""
@@ -180,6 +187,13 @@ class AverageMeterCollection:
     def mixed(self) -> list[str]:
         """The metrics that were numbers in some batches only, and not None in the others."""
         return [name for name, value in self._others.items() if name in self._meters and value is not None]
+
+    def copy(self) -> AverageMeterCollection:
+        """Return one with the same numbers, which another thread may read."""
+        other = copy(self)
+        other._meters = {name: each.copy() for name, each in self._meters.items()}
+        other._others = dict(self._others)
+        return other
 
     def _update_one(self, name: str, value: Any, n: float) -> None:
         weighted = type(value) is tuple or hasattr(value, WEIGHT)

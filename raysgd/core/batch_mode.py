@@ -90,16 +90,17 @@ class Calls:
 def later(found: Violation, parts: int) -> str:
     """The error of code that follows the contract in the first step, and not in this one."""
     return (
-        f"{found.found}, unlike in the first step of this run. Workers are missing now, so each of the others computes several of the "
-        f"{parts} parts of a batch, with one step after the last of them. raysgd has undone this step. To fix this, {found.advice}; or "
-        "pass ElasticConfig(batch='per_worker')"
+        f"{found.found}, unlike in the first step of this run. A worker computes several of the {parts} parts of a batch now, with one "
+        f"step after the last of them. raysgd has undone this step. To fix this, {found.advice}; or pass "
+        "ElasticConfig(batch='per_worker')"
     )
 
 
-def refused(found: Violation, parts: int) -> str:
-    """Return the error of code or data that does not follow the contract, if the user has passed
-    `parts`."""
-    return f"parts={parts} needs code and data that can be divided, but {found.found}. To fix this, {found.advice}; or leave parts out"
+def refused(found: Violation, given: str) -> str:
+    """Return the error of code or data that does not follow the contract, if the user has `given`
+    an argument that needs it, such as "parts=4"."""
+    name = given.partition("=")[0]
+    return f"{given} needs code and data that can be divided, but {found.found}. To fix this, {found.advice}; or leave {name} out"
 
 
 def notice(found: Violation, parts: int) -> str:

@@ -77,7 +77,9 @@ class KeepBatch(Policy):
     ) -> None:
         self._ranks_read, self._ranks_said, self._method = ranks_read, set[str](), method
         self._parts, self._batches, self._elastic = parts, settings.num_workers, settings.elastic
-        self._usual, self._chosen = settings.all_parts, settings.parts is not None
+        self.parts, on_oom = settings.all_parts, settings.options.on_oom
+        # What the user has passed that needs parts.
+        self._given = f"on_oom={on_oom!r}" if on_oom else f"parts={settings.parts}" if settings.parts else ""
         self.deal: tuple[int, ...] = ()  # how many parts each rank computes: `Dealer` writes it
         self.why = why or _why_not(settings)
         self._against_data: Violation | None = None
@@ -103,11 +105,11 @@ class KeepBatch(Policy):
         """What becomes of the batch, "" before the first step."""
         if self._elastic.batch == PER_WORKER or self._reason is not None:
             return PER_WORKER
-        return PARTS if self.position.contract is not None or self._usual == 1 else ""
+        return PARTS if self.position.contract is not None or self.parts == 1 else ""
 
     def division(self, ranks: int) -> Division:
         """Return how this many ranks divide a batch."""
-        return Division(ranks, ranks) if self.mode == PER_WORKER else Division(self._batches, self._usual, self.deal)
+        return Division(ranks, ranks) if self.mode == PER_WORKER else Division(self._batches, self.parts, self.deal)
 
     # -- the first step, and steps of several parts on each worker --------------------------------------
 
@@ -206,7 +208,7 @@ class KeepBatch(Policy):
         if not self._several:
             self._found = self._found or found
         elif not self._decides:
-            raise ConfigError(later(found, self._usual))
+            raise ConfigError(later(found, self.parts))
         else:
             self._refuse(found)
             self.position.contract = tuple(found)
@@ -223,9 +225,10 @@ class KeepBatch(Policy):
         self._say(found)
 
     def _refuse(self, found: Violation | None) -> None:
-        """Raise ConfigError for what does not follow the contract, if the trainer got `parts`."""
-        if found is not None and self._chosen:
-            raise ConfigError(refused(found, self._usual))
+        """Raise ConfigError for what does not follow the contract, if the trainer got what needs
+        it."""
+        if found is not None and self._given:
+            raise ConfigError(refused(found, self._given))
 
     @property
     def _leads(self) -> bool:
@@ -235,16 +238,16 @@ class KeepBatch(Policy):
         """Log, once, what does not follow the contract."""
         if found is not None and self._leads and not self._said:
             self._said = True
-            logger.warning("%s", notice(found, self._usual))
+            logger.warning("%s", notice(found, self.parts))
 
     # -- all ranks together ---------------------------------------------------------------------------
 
     def joined(self, rank_info: RankInfo) -> None:
         """Agree with the other ranks of a new generation."""
         if self._elastic.batch == "auto" and self.why is None and not rank_info.solo:
-            every = gathered_objects(self.position.contract, self._parts.calls.control)
-            known = [each for each in every if each is not None]
-            self.position.contract = max(known, default=None)
+            every = gathered_objects((self.position.contract, self.parts), self._parts.calls.control)
+            known = [each for each, _ in every if each is not None]
+            self.position.contract, self.parts = max(known, default=None), max(parts for _, parts in every)
 
     def loaded(self) -> None:
         """Check a step again, because a checkpoint was loaded, which other code may have
@@ -268,7 +271,7 @@ def _why_not(settings: TorchSettings) -> Violation | None:
         (bool(options.ddp_args.get("static_graph")), *STATIC_GRAPH),
         ("powersgd" in (options.hook_name or ""), "PowerSGD keeps errors of each worker", "leave comm_hook out"),
     ):
-        if applies and settings.all_parts > 1:
+        if applies and settings.adds_parts:
             return Violation(*said)
     return None
 
@@ -301,6 +304,7 @@ class OwnCalls:
 
     def ended(self) -> int:
         """Stop, and return how many calls were made."""
+        self._leave()  # a forward pass that an error has ended
         made = self._count() - self._began - self._models if self._hooks else 0
         for each in self._hooks:
             each.remove()

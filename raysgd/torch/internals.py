@@ -15,6 +15,7 @@ from raysgd.torch.parts import Parts
 from raysgd.torch.profiling import Profiler
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.skipped_steps import LeaveOut
+from raysgd.torch.split_parts import SplitParts
 from raysgd.torch.weights import Weigh
 from raysgd.training.internals import Internals
 
@@ -32,6 +33,7 @@ class TorchInternals(Internals):
     buffers: KeepBuffers
     keep_batch: KeepBatch
     dealer: Dealer
+    split_parts: SplitParts | None
     profiler: Profiler | None
 
     def join(self, rank_info: RankInfo) -> None:

@@ -4,6 +4,7 @@ Worker."""
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from raysgd.core.batch_mode import PER_WORKER
 from raysgd.core.control import Control
+from raysgd.core.outcomes import TrainAgain
 from raysgd.core.rank_comparison import Summary
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import CheckpointError, ConfigError
@@ -100,6 +102,14 @@ class TorchReplica(ReplicaBase):
     def _begin_call(self) -> None:
         if self._resharding is not None:
             self._resharding.settled()
+
+    def train_again(self, error: Exception) -> TrainAgain | None:
+        split = self.internals.split_parts
+        if split is None or not isinstance(error, torch.OutOfMemoryError) or (why := split.split(self.rank)) is None:
+            return None
+        traceback.clear_frames(error.__traceback__)  # which hold what the step has computed
+        torch.cuda.empty_cache()  # does nothing without a GPU
+        return TrainAgain(why)
 
     # -- data -----------------------------------------------------------------------------------------
 

@@ -23,8 +23,8 @@ from raysgd.training.step_policy import Policy
 COUNTING = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 IGNORED = -100  # the label that models of transformers leave out
 TWICE = (
-    "self.backward(loss, count=...) was called twice in a batch that shares its step with others, with accumulate or because workers "
-    "are missing: add the losses, or leave accumulate out and pass ElasticConfig(batch='per_worker')"
+    "self.backward(loss, count=...) was called twice in a batch that shares its step with others, with accumulate or because a "
+    "worker has several parts: add the losses, or leave accumulate out and pass ElasticConfig(batch='per_worker')"
 )
 EACH = (
     "pass count in each call of self.backward, on every rank, or in none (the default train_batch passes one if the criterion is a "

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from numbers import Real
 from typing import Any, ClassVar
 
+from raysgd.constants import BATCH_COUNT
 from raysgd.core.metrics import (
     COUNTED,
     OWN_NAMES,
@@ -76,11 +78,18 @@ class Results(ABC):
         """Note that what follows is another part of the running call."""
         self._units_before = self._internals.position.call_units
 
-    def of_all_ranks(self) -> Measured:
-        """What this part of the call has measured so far, with the samples of all ranks."""
-        internals, partial = self._internals, self.so_far()
+    def of_all_ranks(self) -> Callable[[], Measured]:
+        """What this part of the call has measured so far, with the samples of all ranks. Another
+        thread asks for it, because that waits for the device."""
+        internals, meter = self._internals, self._internals.meter.copy()
         committed, ranks = internals.position.call_units - self._units_before, internals.rank_info.world_size
-        return replace(partial, metrics=for_all_ranks(partial.metrics, ranks, internals.meter.drawn, committed))
+        others = self.so_far({BATCH_COUNT: meter.batch_count})
+
+        def read() -> Measured:
+            metrics = {**others.metrics, **meter.summary()}
+            return replace(others, metrics=for_all_ranks(metrics, ranks, meter.drawn, committed))
+
+        return read
 
     def to_report(self) -> Measured | None:
         """What the running call has measured so far, for a progress message."""

@@ -7,12 +7,14 @@ import pickle
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from raysgd.core.control import Control
 from raysgd.core.messages import SnapshotUpload
+from raysgd.core.metrics import Measured
 from raysgd.errors import described
 from raysgd.training.feed import Feed
 
@@ -26,6 +28,7 @@ SMALL = 1 << 20
 
 # A copy of the state. In a `with` block, which another thread enters, it is complete, and packed as these buffers.
 Copied = AbstractContextManager[Sequence[Any]]
+Measuring = Callable[[], Measured]  # which that thread calls
 
 
 class Snapshotter:
@@ -38,7 +41,7 @@ class Snapshotter:
         self._thread: threading.Thread | None = None
         self._requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._next: tuple[SnapshotUpload, Copied] | None = None
+        self._next: tuple[SnapshotUpload, Measuring, Copied] | None = None
         self._uploading = False
         self._size = 0
         self._warned = self._slow = False
@@ -83,7 +86,7 @@ class Snapshotter:
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             self.warn(error)
             return
-        self.send(SnapshotUpload(replica.progress, replica.position.call, measured), copied, size)
+        self.send(SnapshotUpload(replica.progress, replica.position.call), measured, copied, size)
 
     def wait(self, limit_s: float | None = None) -> bool:
         """Wait until the newest snapshot is uploaded. Return whether it is."""
@@ -117,11 +120,11 @@ class Snapshotter:
                 described(error),
             )
 
-    def send(self, message: SnapshotUpload, copied: Copied, size: int) -> None:
+    def send(self, message: SnapshotUpload, measured: Measuring, copied: Copied, size: int) -> None:
         """Upload a snapshot on the thread for that, in place of one that has not begun."""
         self._size = size
         with self._changed:
-            self._next = (message, copied)
+            self._next = (message, measured, copied)
             if not self._uploading:
                 self._uploading = True
                 self._requests.put(True)
@@ -134,15 +137,15 @@ class Snapshotter:
         assert upload is not None, "only after `wanted`"
         while self._requests.get():
             while (newest := self._take()) is not None:
-                message, copied = newest
+                message, measured, copied = newest
                 try:
                     with copied as buffers:
-                        upload(message, *buffers)
+                        upload(replace(message, partial=measured()), *buffers)
                 except Exception as error:
                     logger.warning("a snapshot could not be sent to the driver: %s", described(error))
-                del newest, copied
+                del newest, measured, copied
 
-    def _take(self) -> tuple[SnapshotUpload, Copied] | None:
+    def _take(self) -> tuple[SnapshotUpload, Measuring, Copied] | None:
         """Take the snapshot to upload next. Without one, the uploads have ended."""
         with self._changed:
             newest, self._next = self._next, None

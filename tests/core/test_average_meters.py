@@ -229,3 +229,13 @@ def test_numbers_in_a_tuple_of_another_length(value: Any, length: str) -> None:
     ):
         collected((value, 5))
     assert collected(([*value], 5)).summary()["m"] == [*value]
+
+
+def test_a_copy_keeps_its_numbers_and_reads_them_for_itself():
+    DeviceTensor.reads = 0
+    meters = collected((DeviceTensor(1.0), 1), (DeviceTensor(3.0), 1))
+    copied = meters.copy()
+    meters.update({"m": DeviceTensor(8.0)})
+    assert DeviceTensor.reads == 0
+    assert (copied.summary()["m"], copied.summary()["num_samples"]) == (2.0, 2)
+    assert (meters.summary()["m"], meters.summary()["num_samples"]) == (4.0, 3)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from raysgd import TorchTrainer, TrainingOptions
+from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.callbacks import EMA, GradientNormMonitor, LearningRateMonitor
 from raysgd.torch import nccl, replica
 from raysgd.torch.buffers import KeepBuffers
@@ -34,6 +34,7 @@ from tests.emulated.late_device import DEVICE, module, stream
 from tests.emulated.late_stream import MOST_AHEAD
 from tests.emulated.on_late import Net, OnLate, rows
 from tests.faults import until
+from tests.replicas import torch_rank
 
 BATCHES = 16  # that are measured
 
@@ -298,6 +299,33 @@ def copied_beside() -> dict[str, Any]:
         return {**found, "saved": float((state_of(trainer) - before).abs().max())}
 
 
+def snapshots() -> dict[str, Any]:
+    """Train four steps with a snapshot in each, while the device does nothing. Return how many were sent meanwhile, and the
+    largest difference of one to a state and a mean of the loss that were read after its step."""
+    settings: dict[str, Any] = {"seed": 1, "elastic": ElasticConfig(snapshot_every=1)}
+    with patch.object(replica, "HostMemory", partial(HostMemory, cuda=module)):
+        rank = torch_rank(LateNet, ADAM, **settings)
+    sent: list[Any] = []
+    rank.replica.control.upload = lambda message, *data: sent.append((message, b"".join(map(bytes, data))))
+    stream.hold()
+    thread = threading.Thread(target=rank.train, kwargs={"num_steps": 4})
+    thread.start()
+    for _ in until(lambda: rank.replica.position.step == 4):
+        time.sleep(0.01)
+    early = len(sent)
+    stream.release()
+    thread.join()
+    rank.close()
+    differences = []
+    for message, data in sent:
+        alone = torch_rank(Net, ADAM, seed=1)
+        result = alone.train(num_steps=message.progress.step)
+        expected, state = alone.operator.model.state_dict(), packing.unpack(data)["models"][0]
+        differences += [float((state[name] - each).abs().max()) for name, each in expected.items()]
+        differences.append(abs(message.partial.metrics["train_loss"] - result["train_loss"]))
+    return {"early": early, "steps": [each.progress.step for each, _ in sent], "difference": max(differences)}
+
+
 def waiting() -> list[str]:
     """Return the stack of a rank that waits for the device's stream, which hangs, in raysgd's own function."""
     late_group.install()
@@ -336,5 +364,8 @@ if __name__ == "__main__":
     prefetch._pinned, torch.Tensor.record_stream = lambda tensor: tensor, lambda *_: None  # type: ignore[method-assign]
     host_memory._pinned = partial(torch.empty, dtype=torch.uint8)
     parts: dict[str, Any] = {"cases": {name: measured(name) for name in CASES}}
-    parts |= {part.__name__: part() for part in (moved, kept_buffers, copied_beside, reading, hung, waiting, broken)}
+    parts |= {
+        part.__name__: part()
+        for part in (moved, kept_buffers, copied_beside, snapshots, reading, hung, waiting, broken)
+    }
     print(json.dumps(parts))

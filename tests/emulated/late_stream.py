@@ -89,8 +89,9 @@ class Stream:
 
     @_as_torchs
     def wait(self, operation: str) -> None:
-        """Wait until the device has done what was launched. Raise its error, if it has one."""
-        self.waits[f"{operation} in {_caller()}"] += 1
+        """Wait until the device has done what was launched. Raise its error, if it has one. Count it, unless it is a thread
+        of raysgd, for which training does not wait."""
+        self.waits[f"{operation} in {_caller()}"] += not threading.current_thread().name.startswith("raysgd")
         reached = threading.Lock()
         reached.acquire()
         self._work.put((reached.release, 0))

@@ -83,6 +83,13 @@ def test_a_copy_of_the_state_waits_on_the_device_and_has_the_bits_of_its_step(fo
     assert found["copied_beside"] == {"waits": {}, "done": False, "copied": 0.0, "saved": 0.0}
 
 
+def test_a_snapshot_has_what_its_step_has_made_although_others_were_launched(found: dict[str, Any]) -> None:
+    """While the device works on the first one, only the newest waits."""
+    own = found["snapshots"]
+    assert own["early"] == 0 and own["steps"][0] == 1 and own["steps"][-1] == 4
+    assert own["difference"] == pytest.approx(0.0, abs=1e-6)
+
+
 def test_one_worker_may_be_far_ahead_of_its_device(found: dict[str, Any]) -> None:
     """Without peers, no step can be cut off."""
     assert found["hung"]["committed"] > 20 and found["hung"]["done"] == 0

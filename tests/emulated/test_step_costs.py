@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -131,8 +132,19 @@ def counts(operator: Any) -> tuple[list[Any], list[Any]]:
     return between(operator.marks, own), between(by_hand, own)
 
 
-def beyond(model: str, workers: int, **arguments: Any) -> list[Any]:
-    """Return for each rank what a step has: launches beyond those by hand, waits, and calls."""
+def install_with_pinned_memory() -> None:
+    """Let snapshots wait on the device, as those of CUDA do."""
+    install()
+    late, replica, memory = (
+        cast("Any", import_module(each))
+        for each in ("tests.emulated.late_device", "raysgd.torch.replica", "raysgd.torch.checkpoint.host_memory")
+    )
+    replica.HostMemory = partial(memory.HostMemory, cuda=late.module)
+    memory._pinned = partial(torch.empty, dtype=torch.uint8)  # the device has none
+
+
+def counted(model: str, workers: int, **arguments: Any) -> list[Any]:
+    """Train. Return for each rank what `counts` does."""
     with TorchTrainer(
         training_operator_cls=Counted,
         num_workers=workers,
@@ -141,11 +153,15 @@ def beyond(model: str, workers: int, **arguments: Any) -> list[Any]:
         use_gpu=False,
         backend="nccl",
         config={"model": model},
-        initialization_hook=install,
-        **arguments,
+        **{"initialization_hook": install, **arguments},
     ) as trainer:
         trainer.train()
-        found = trainer.apply_all_operators(counts)
+        return list(trainer.apply_all_operators(counts))
+
+
+def beyond(model: str, workers: int, **arguments: Any) -> list[Any]:
+    """Return for each rank what a step has: launches beyond those by hand, waits, and calls."""
+    found = counted(model, workers, **arguments)
     # Of the step with the fewest: progress messages, which depend on the time, add some.
     return [min((step[0] - hand[0][0], *step[1:]) for step in own) for own, hand in found]
 
@@ -172,3 +188,11 @@ def test_what_raysgd_adds_to_a_step(ray_cluster: None, row: str, model: str) -> 
     found = beyond(model, workers, **arguments)
     assert [each[:2] for each in found] == [each[:2] for each in expected[model]]
     assert all(calls <= most for (*_, calls), (*_, most) in zip(found, expected[model], strict=True)), found
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_no_step_waits_for_a_snapshot(ray_cluster: None, workers: int) -> None:
+    """One wait is that for all gradients."""
+    arguments = {"initialization_hook": install_with_pinned_memory, "elastic": ElasticConfig(snapshot_every=1)}
+    found = counted("conv", workers, **arguments)
+    assert [{waits for _, waits, _ in own} for own, _ in found] == [{workers - 1}] * workers

@@ -15,7 +15,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -259,9 +259,9 @@ class Cluster:
         )
 
         # In the rank's own turn, instead of a thread of its own.
-        def sent(snapshotter: Any, message: SnapshotUpload, copied: Any, size: int) -> None:
+        def sent(snapshotter: Any, message: SnapshotUpload, measured: Any, copied: Any, size: int) -> None:
             with copied as buffers:
-                snapshotter._control.upload(message, *buffers)
+                snapshotter._control.upload(replace(message, partial=measured()), *buffers)
 
         self._stack.enter_context(patch.object(Snapshotter, "send", sent))
         threads = torch.get_num_threads()

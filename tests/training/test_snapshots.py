@@ -9,6 +9,7 @@ import pytest
 
 from raysgd.core.control import Control
 from raysgd.core.messages import SnapshotUpload
+from raysgd.core.metrics import Measured
 from raysgd.core.progress import Progress
 from raysgd.training import snapshots
 from raysgd.training.snapshots import Snapshotter
@@ -64,7 +65,7 @@ class Copied:
 
 def send(uploads: Snapshotter, call: int, size: int = 1, gate: threading.Event | None = None) -> Copied:
     content = Copied(size, gate)
-    uploads.send(SnapshotUpload(Progress(), call), content, content.size)
+    uploads.send(SnapshotUpload(Progress(), call), Measured, content, content.size)
     return content
 
 
