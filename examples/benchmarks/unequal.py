@@ -1,89 +1,154 @@
-"""Seconds per epoch if one of several workers is slow, with equal shares, and with shares by speed.
-
-Computing is a sleep for each row, so that the machine's cores do not matter: rank 1 sleeps `--slower` times as long. The ideal is
-the time in which all workers together could compute the rows. The weights of both must be equal, up to rounding.
+"""Seconds per epoch if one of several workers is slow: raysgd with equal shares and with shares by speed, and the loop that people
+write by hand, in turn.
 
     python examples/benchmarks/unequal.py
+
+Of two workers, rank 1 has half a processor: computing is work for a processor, and rank 1 is stopped for half of the time, so each
+of the two needs a processor for its own. Of four, computing is a sleep, which takes rank 1 three times as long. The ideal is the
+time in which all workers together could compute the rows. In its first epoch, raysgd measures speeds, so that does not count. The
+weights with both kinds of shares must be equal, up to rounding.
 """
 
 import argparse
+import contextlib
+import subprocess
+import sys
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
-from contenders import cluster
+import torch.distributed as dist
+from contenders import BenchmarkOperator, Contender, RaySGD, cluster
+from handwritten import HandWritten
+from interleaved import interleaved
 from report import claim_stdout, emit, spread
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
+from workloads import Setting, Workload
 
 from raysgd import ElasticConfig, TorchTrainer
-from raysgd.torch import TrainingOperator
 
-COLUMNS = ("shares", "epoch_s", "of_ideal", "rows_of_ranks", "difference")
+COLUMNS = ("workers", "rank_1", "contender", "epoch_s", "of_ideal", "rows_of_ranks", "difference")
+PERIOD_S, ROW_S, ROWS_OF_PART = 0.03, 0.001, 8
+# Let a process run for a part of each period, until it has ended.
+STOPPER = """
+import os, signal, sys, time
+pid, period, part = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+while True:
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(period * (1 - part))
+    os.kill(pid, signal.SIGCONT)
+    time.sleep(period * part)
+"""
 
 
-class Sleeping(TrainingOperator):
-    def setup(self, config: dict[str, Any]) -> None:
+class Case(NamedTuple):
+    """So many workers share so many parts of a batch. Rank 1 is slower by a factor, because it sleeps longer or is stopped."""
+
+    workers: int
+    parts: int
+    slower: float
+    sleeps: bool
+
+
+CASES = (Case(2, 8, 2.0, sleeps=False), Case(4, 16, 3.0, sleeps=True))
+
+
+class Working(nn.Module):
+    """Needs a time for each row: of a processor, without that in which its process is stopped, or a sleep."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
         torch.manual_seed(0)
-        model = nn.Linear(8, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        parts = self.register(models=model, optimizers=optimizer, criterion=nn.MSELoss())
-        self.model, self.optimizer, self.criterion = parts
-        x = torch.randn(config["rows"], 8)
-        loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=config["batch"], shuffle=True)
-        self.register_data(train_loader=loader)
-        self.row_s = config["row_s"] * (config["slower"] if self.world_rank == 1 else 1)
+        self.linear, self.case = nn.Linear(8, 1), case
 
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        time.sleep(self.row_s * len(batch[0]))
-        return super().train_batch(batch, batch_info)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seconds = ROW_S * len(x)
+        if self.case.sleeps:
+            time.sleep(seconds * (self.case.slower if dist.get_rank() == 1 else 1.0))
+        end = time.thread_time() + (0.0 if self.case.sleeps else seconds)
+        while time.thread_time() < end:
+            pass
+        return self.linear(x)
 
 
-def measure(shares: Any, args: argparse.Namespace) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return the row of these shares, and the weights at the end. The first epoch, in which speeds are measured, does not count."""
-    batch = args.parts * args.rows_of_part
-    config = {"rows": batch * args.steps, "batch": batch // args.workers, "row_s": args.row_s, "slower": args.slower}
-    ideal = config["rows"] * args.row_s / (args.workers - 1 + 1 / args.slower)
-    with TorchTrainer(
-        training_operator_cls=Sleeping,
-        config=config,
-        num_workers=args.workers,
-        parts=args.parts,
-        use_gpu=False,
-        seed=1,
-        elastic=ElasticConfig(shares=shares),
-    ) as trainer:
-        took = []
-        for _ in range(args.epochs + 1):
-            began = time.perf_counter()
-            results = trainer.train(reduce_results=False)
-            took.append(time.perf_counter() - began)
-        weights = torch.cat([each.detach().flatten() for each in trainer.get_model().parameters()])
-    of_ideal = spread([each / ideal for each in took[1:]], 3)
-    ranks = " ".join(str(each["num_samples"]) for each in results)
-    return {
-        "shares": str(shares),
-        "epoch_s": spread(took[1:], 3),
-        "of_ideal": of_ideal,
-        "rows_of_ranks": ranks,
-    }, weights
+def random_rows(count: int) -> TensorDataset:
+    x = torch.randn(count, 8)
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+class Dealing(RaySGD):
+    """raysgd with shares of this kind."""
+
+    def __init__(self, setting: Setting, parts: int, shares: Any) -> None:
+        self.name = f"raysgd, shares={shares!r}"
+        self.trainer = TorchTrainer(
+            training_operator_cls=BenchmarkOperator,
+            config={"setting": setting},
+            num_workers=setting.workers,
+            parts=parts,
+            use_gpu=False,
+            seed=1,
+            elastic=ElasticConfig(shares=shares, grow=False),
+        )
+
+    def epoch(self) -> None:
+        self.rows = [each["num_samples"] for each in self.trainer.train(reduce_results=False)]
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([each.detach().flatten() for each in self.trainer.get_model().parameters()])
+
+
+@contextlib.contextmanager
+def slowed(contender: Contender, case: Case) -> Iterator[None]:
+    """Let its rank 1 have a part of its processor, if it does not sleep."""
+    if case.sleeps:
+        yield
+        return
+    process = contender.processes()[1]
+    stopper = subprocess.Popen([sys.executable, "-c", STOPPER, str(process), str(PERIOD_S), str(1 / case.slower)])
+    try:
+        yield
+    finally:
+        stopper.terminate()
+        stopper.wait()
+        subprocess.run(["kill", "-CONT", str(process)], check=False)
+
+
+def measure(case: Case, *, steps: int, rounds: int) -> list[dict[str, Any]]:
+    batch, workers = case.parts * ROWS_OF_PART, case.workers
+    ideal = steps * batch * ROW_S / (workers - 1 + 1 / case.slower)
+    own: dict[str, Any] = {"criterion": nn.MSELoss(), "batch_size": batch // workers, "steps": steps}
+    setting = Setting(Workload("unequal", lambda: Working(case), random_rows, **own), workers)
+    rank_1 = f"{case.slower:g} times as long" if case.sleeps else f"{1 / case.slower:g} processors"
+    with cluster(3 * workers), contextlib.ExitStack() as stack:
+        equal, speed = (Dealing(setting, case.parts, shares) for shares in ("equal", "speed"))
+        contenders: list[Any] = [HandWritten(setting), equal, speed]
+        for each in contenders:
+            stack.callback(each.stop)
+        for each in contenders:
+            stack.enter_context(slowed(each, case))
+            each.epoch()
+        turns = interleaved(contenders, rounds)
+        rows = []
+        for each in contenders:
+            took = [turn.wall for turn in turns[each.name]]
+            of_ideal = spread([seconds / ideal for seconds in took], 3)
+            found = {"workers": workers, "rank_1": rank_1, "contender": each.name, "epoch_s": spread(took, 3)}
+            rows.append({**found, "of_ideal": of_ideal, "rows_of_ranks": " ".join(map(str, getattr(each, "rows", ())))})
+        rows[2]["difference"] = float((speed.weights() - equal.weights()).abs().max())
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--parts", type=int, default=8)
-    parser.add_argument("--rows-of-part", type=int, default=8)
-    parser.add_argument("--row-s", type=float, default=0.001)
-    parser.add_argument("--slower", type=float, default=2.0)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     out = claim_stdout()
-    with cluster(args.workers):
-        (equal, expected), (speed, found) = (measure(each, args) for each in ("equal", "speed"))
-    speed["difference"] = float((found - expected).abs().max())
-    emit(out, "unequal", vars(args), [equal, speed], COLUMNS)
+    rows = [row for case in CASES for row in measure(case, steps=args.steps, rounds=args.rounds)]
+    emit(out, "unequal", vars(args), rows, COLUMNS)
 
 
 if __name__ == "__main__":

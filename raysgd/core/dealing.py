@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 
 EVERY = 50  # steps, at least, from one change of the deal to the next
 GAIN = 0.9  # a change makes a step this much of what it was, or less
 REMEMBERED = 10_000  # steps: each change in them doubles the wait for the next one
 MOST_DOUBLED = 7
+MEANS = 5  # of the steps in a window
+
+
+def usual_seconds(seconds: Sequence[float]) -> float:
+    """Return how long a part usually takes, from what it has taken in successive steps: the median
+    of the means of each fifth; 0 if there were none. One long pause does not count; those of a
+    throttled rank do, which come every few steps.
+
+    >>> usual_seconds([0.25] * 49 + [60.0]), usual_seconds([0.25, 0.25, 0.25, 1.25] * 10)
+    (0.25, 0.5)
+    """
+    fifth = -(-len(seconds) // MEANS) or 1
+    return median([fmean(seconds[at : at + fifth]) for at in range(0, len(seconds), fifth)] or [0.0])
 
 
 def dealt(parts: int, seconds: Sequence[float]) -> tuple[int, ...]:

@@ -15,11 +15,14 @@ from typing import Literal, NamedTuple
 
 from raysgd.errors import ranked
 
-# A verdict needs so many windows in turn that all show it: one long pause is none. A window has at least so many seconds and batches.
-WINDOWS, WINDOW_S, WINDOW_BATCHES = 3, 10.0, 34
+# A verdict is about the newest windows: 30 s or 100 batches at least, and in any case 10 s and 30 batches.
+WINDOWS, WINDOW_S, WINDOW_BATCHES, LEAST_S, LEAST_BATCHES = 10, 3.0, 10, 1.0, 3
+# With GPUs, where DDP measures one step of 97, so many batches are in a window, so that two measured ones are in all of them.
+GPU_BATCHES = 20
 # After so many windows without a verdict, one is logged again.
-FORGOTTEN = 30
-# Of each second: for how long the others wait for a rank that is slow, and all ranks for data.
+FORGOTTEN = 100
+# Of each second: for how long the others wait for a rank that is slow, and all ranks for data. Half of it in each window: one long pause is
+# no verdict, nor are a few long steps.
 HELD_UP, NO_DATA = 0.2, 0.3
 FASTER = "let processes read it (num_workers=4, persistent_workers=True; for GPUs pin_memory=True, and TrainingOptions(read_ahead=True))"
 
@@ -77,9 +80,9 @@ class RankSpeed:
 class Speed:
     """How fast the ranks are, since the last change of the workers.
 
-    ranks    each one's numbers, over the newest half minute or more
-    slow     the ranks for which the others wait more than 0.2 s of each second, in the newest half
-             minute and 100 batches; all ranks, if they wait more than 0.3 s for data
+    ranks    each one's numbers, over the newest 30 s or 100 batches, or more
+    slow     the ranks for which the others wait more than 0.2 s of each second of these; all ranks,
+             if they wait more than 0.3 s for data
     phase    what they are slow in: "data", "computing", or "host", if they have no processor, or
              are all ranks of a machine
     waiting  for how many seconds of each second the others wait for them, or all for data
@@ -117,7 +120,7 @@ class SpeedWatch:
             self.changed()
         self._sums[rank], self._places[rank] = sums, (node, tuple(gpus))
         began = self._ends[-1].get(rank, Sums())
-        if sums.seconds - began.seconds >= WINDOW_S and sums.batches - began.batches >= WINDOW_BATCHES:
+        if _is_window(sums.batches - began.batches, sums.seconds - began.seconds, on_gpus=bool(gpus)):
             self._complete.add(rank)
         if len(self._complete) < ranks:
             return ""
@@ -140,9 +143,10 @@ class SpeedWatch:
         if len(windows) < WINDOWS:
             return Speed()
         every = self._between(self._ends[0], self._ends[-1])
-        if late := set.intersection(*map(late_ranks, windows)):
+        if late := late_ranks(every, HELD_UP).intersection(*(late_ranks(each, HELD_UP / 2) for each in windows)):
             return slow_ranks(every, late)
-        return no_data(every) if min(map(without_data, windows)) > NO_DATA else Speed()
+        waits = without_data(every) > NO_DATA and min(map(without_data, windows)) > NO_DATA / 2
+        return no_data(every) if waits else Speed()
 
     def _between(self, before: Mapping[int, Sums], after: Mapping[int, Sums]) -> tuple[RankSpeed, ...]:
         return tuple(
@@ -150,6 +154,11 @@ class SpeedWatch:
             for rank in sorted(after)
             if after[rank].batches > before.get(rank, Sums()).batches
         )
+
+
+def _is_window(batches: int, seconds: float, *, on_gpus: bool) -> bool:
+    enough = batches >= GPU_BATCHES if on_gpus else batches >= WINDOW_BATCHES or seconds >= WINDOW_S
+    return enough and batches >= LEAST_BATCHES and seconds >= LEAST_S
 
 
 def _speed(rank: int, place: tuple[str, tuple[str, ...]], before: Sums, after: Sums) -> RankSpeed:
@@ -187,19 +196,19 @@ def _too_long(ranks: Sequence[RankSpeed]) -> list[float]:
     return [(took - longest) / step for took in own]
 
 
-def late_ranks(ranks: Sequence[RankSpeed]) -> set[int]:
-    """Return the ranks for which the others wait too long: at most half of all. On GPUs, reading is
+def late_ranks(ranks: Sequence[RankSpeed], limit: float) -> set[int]:
+    """Return the ranks for which the others wait longer: at most half of all. On GPUs, reading is
     hidden by computing, so it shows only in the waits of others."""
     if any(each.gpus and each.wait_seconds is None for each in ranks):
         return set()
-    return {each.rank for each, late in zip(ranks, _too_long(ranks), strict=True) if late > HELD_UP}
+    return {each.rank for each, late in zip(ranks, _too_long(ranks), strict=True) if late > limit}
 
 
 def without_data(ranks: Sequence[RankSpeed]) -> float:
     """Return for how much of each second the rank that waits least for others waits for data, and
     nothing hides that; 0 if another one hardly waits for data, and on GPUs, where it is not known
     what is hidden."""
-    if any(each.gpus or each.data_seconds < NO_DATA * each.batch_seconds for each in ranks):
+    if any(each.gpus or each.data_seconds < NO_DATA / 2 * each.batch_seconds for each in ranks):
         return 0.0
     last = min(ranks, key=lambda each: each.wait_seconds or 0.0)
     return (last.data_seconds - last.hidden_seconds) / last.batch_seconds

@@ -6,13 +6,12 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from raysgd.core.dealing import EVERY, MOST_DOUBLED, BySpeed, assigned, dealt
+from raysgd.core.dealing import EVERY, MOST_DOUBLED, BySpeed, assigned, dealt, usual_seconds
 from raysgd.core.ranks import RankInfo
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import run_after_backward
@@ -57,18 +56,23 @@ class OwnSeconds:
         yield
         self._waits.append((began, self._now()))
 
+    def forget(self) -> None:
+        """Forget a step that does not count. This asks nothing of the device, which may have
+        failed."""
+        self._began, self._computed, self._waits = None, None, []
+
     def end(self, parts: int) -> None:
-        """Note the end of a step, of so many parts on this rank; of 0, if it does not count."""
-        if parts and self._began is not None and self._computed is not None:
+        """Note the end of a step that counts, of so many parts on this rank."""
+        if self._began is not None and self._computed is not None:
             self._open.append(([(self._began, self._computed), *self._waits], parts))
-        self._began, self._computed, self._waits = self._now() if parts else None, None, []
+        self._began, self._computed, self._waits = self._now(), None, []
         while self._open and (not self._on_gpu or self._open[0][0][0][1].query()):
             (own, *waits), count = self._open.popleft()
             self._seconds.append((self._between(*own) - sum(self._between(*each) for each in waits)) / count)
 
     def of_part(self, window: int) -> float:
-        """Return the median over the newest steps, 0 if there were none."""
-        return median(list(self._seconds)[-window:] or [0.0])
+        """Return how long a part has usually taken in the newest steps, 0 if there were none."""
+        return usual_seconds(list(self._seconds)[-window:])
 
     def _now(self) -> Any:
         if not self._on_gpu:
@@ -132,7 +136,10 @@ class Dealer(Policy):
 
     def on_step(self, step: Step) -> None:
         counts = step.outcome != "undone" and not step.failed
-        self.seconds.end(len(step.drawn) if counts else 0)
+        if counts and step.outcome != "skipped":
+            self.seconds.end(len(step.drawn))
+        else:
+            self.seconds.forget()
         if not counts or self._feed is None or not self._policy.due():
             return
         own = self.seconds.of_part(self._policy.window)
@@ -146,5 +153,5 @@ class Dealer(Policy):
                 logger.warning(DEALT, self._count, self._policy.deal, ", ".join(f"{each:.3g}" for each in every))
 
     def rest(self) -> None:
-        self.seconds.end(0)
+        self.seconds.forget()
         self._feed = None

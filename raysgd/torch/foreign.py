@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as torch_worker
-from torch.utils.data.dataloader import _DatasetKind
+from torch.utils.data.dataloader import DataLoader, _DatasetKind, _MultiProcessingDataLoaderIter
 
 from raysgd.errors import described
 
@@ -51,6 +51,29 @@ def loader_with(loader: Loader, **attributes: Any) -> Loader:
 def forget_iterator(loader: Any) -> None:
     """Let a loader's next pass start with new processes."""
     loader._iterator = None
+
+
+def keep_iterator(loader: Any, iterator: Any) -> None:
+    """Let the processes of a running iterator of torch make the loader's next pass (`begin_pass`),
+    also without `persistent_workers`. Do nothing if there are none, or if the loader's class has an
+    `__iter__` of its own."""
+    if _begins_as_usual(loader) and type(iterator) is _MultiProcessingDataLoaderIter and not iterator._shutdown:
+        loader._iterator = iterator
+
+
+def begin_pass(loader: Any) -> Any:
+    """Begin a loader's next pass, with the processes that it keeps. What they have read in advance
+    is dropped."""
+    kept = live_iterator(loader)
+    if kept is None or not _begins_as_usual(loader) or loader.persistent_workers:
+        return iter(loader)
+    forget_iterator(loader)  # they make one pass only
+    kept._reset(loader)
+    return kept
+
+
+def _begins_as_usual(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
 def processes_of(iterator: Any) -> Sequence[Any]:

@@ -12,7 +12,7 @@ from statistics import median
 
 import numpy
 
-from raysgd.core.dealing import BySpeed, dealt, longest
+from raysgd.core.dealing import BySpeed, dealt, longest, usual_seconds
 
 STEPS = 3000
 BEST = cache(dealt)
@@ -68,7 +68,7 @@ def run(seed: int) -> Run:
         shown.best += longest(best, true)
         if max(abs(one - other) for one, other in zip(policy.deal, best, strict=True)) > 1:
             shown.late = step + 1
-        if policy.due() and policy.change([median(each[-policy.window :]) for each in every]):
+        if policy.due() and policy.change([usual_seconds(each[-policy.window :]) for each in every]):
             shown.changes.append(step + 1)
             assert sum(policy.deal) == parts and min(policy.deal) >= 1
     return shown

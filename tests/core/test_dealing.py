@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysgd.core.dealing import EVERY, REMEMBERED, BySpeed, assigned, dealt, longest
+from raysgd.core.dealing import EVERY, REMEMBERED, BySpeed, assigned, dealt, longest, usual_seconds
 from tests.core.dealing_runs import run
 
 SECONDS = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=4)
@@ -75,6 +75,20 @@ def test_each_change_doubles_the_wait_until_it_is_forgotten() -> None:
     assert changes[0] == EVERY and waits == [EVERY << each for each in range(1, len(waits) + 1)]
     assert steps(policy, 2 * REMEMBERED, [0.1, 0.1])[-1:] != [], "a rank that recovers gets its share back"
     assert policy.deal == (4, 4) and policy.window == EVERY
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5, 9])
+def test_a_rank_that_is_stopped_again_and_again_gets_fewer_parts(every: int) -> None:
+    """Each stop is as long as the steps between two of them: so the rank is half as fast, but its median is as usual."""
+    stopped = [0.1 + 0.1 * every * (step % every == 0) for step in range(EVERY)]
+    policy = BySpeed(12, [None, None])
+    assert steps(policy, EVERY, [usual_seconds([0.1] * EVERY), usual_seconds(stopped)]) == [EVERY]
+    assert policy.deal in ((8, 4), (7, 5))
+
+
+def test_one_long_pause_changes_nothing() -> None:
+    paused = [0.1] * (EVERY - 1) + [60.0]
+    assert steps(BySpeed(12, [None, None]), EVERY, [usual_seconds([0.1] * EVERY), usual_seconds(paused)]) == []
 
 
 @pytest.mark.parametrize("seed", range(200))

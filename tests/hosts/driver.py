@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 from raysgd import TorchTrainer, TrainingOperator, TrainingOptions, train
 from raysgd.cli import main
 from raysgd.config import ElasticConfig
+from raysgd.core import speed
 from raysgd.errors import RaysgdError
 from tests.harming import Injected, harm
 from tests.histories import Steps, snapshots, write
@@ -119,6 +120,34 @@ class NotingOperator(TrainingOperator):
         return super().train_batch((features, target), batch_info)
 
 
+class Stalling(Indexed):
+    """Reading takes long on a host with a file."""
+
+    def __getitem__(self, index):
+        time.sleep(0.01 if os.path.exists("/tmp/stalls") else 0.0)
+        _, features, target = super().__getitem__(index)
+        return features.double(), target
+
+
+class Working(TrainingOperator):
+    """Needs `config["work_s"]` for each part of a batch. It sleeps, because other tests may use the processors."""
+
+    def setup(self, config):
+        Path("/tmp/worker").write_text(str(os.getpid()), encoding="utf-8")
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(32), small_model()).double()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.01),
+            criterion=torch.nn.CrossEntropyLoss(),
+        )
+        data, batch = Stalling(config["samples"]), config["batch_size"]
+        self.register_data(train_loader=DataLoader(data, batch_size=batch, shuffle=True, num_workers=config["loaders"]))
+
+    def train_batch(self, batch, batch_info):
+        time.sleep(self.config["work_s"])
+        return super().train_batch(batch, batch_info)
+
+
 class Wide(Indexed):
     def __init__(self, samples, megabytes):
         super().__init__(samples)
@@ -139,12 +168,12 @@ def hosts(of: Any) -> list[str]:
     return of.apply_all_workers(ray.util.get_node_ip_address)
 
 
+def facts_of_run(of: Any) -> dict[str, Any]:
+    return {"hosts": hosts(of), "recoveries": [asdict(recovery) for recovery in of.recoveries]}
+
+
 def facts(of: Any, samples: int = SAMPLES) -> dict[str, Any]:
-    return {
-        "hosts": hosts(of),
-        "lost_and_doubled": lost_and_doubled(of, samples),
-        "recoveries": [asdict(recovery) for recovery in of.recoveries],
-    }
+    return {"lost_and_doubled": lost_and_doubled(of, samples), **facts_of_run(of)}
 
 
 def noted(of: Any) -> tuple[int, int]:
@@ -411,6 +440,29 @@ def noting(*, loaders: int = 0, megabytes: float = 0.0, **arguments: Any) -> dic
         return {**found, "pythons": pythons, "recoveries": [asdict(recovery) for recovery in of.recoveries]}
 
 
+def unequal() -> dict[str, Any]:
+    """Deal the parts of batches by speed, until a whole epoch had other shares than equal ones, and again with other hosts. Verdicts
+    need less time. Return both times the hosts and the rows of the ranks, and how far the weights are from those of one worker."""
+    speed.WINDOWS, speed.WINDOW_BATCHES, speed.LEAST_S = 3, 4, 0.1
+    common = {"parts": 8, "seed": 1, "use_gpu": False}
+    config, found, epochs = {"samples": 32 * 60, "batch_size": 16, "loaders": 1, "work_s": 0.004}, [], 0
+    with trainer(Working, config=config, elastic={"shares": "speed"}, **common) as of:
+        now("equal", of)
+        while len(found) < 2:
+            before = len(of.recoveries)
+            rows, epochs = [each["num_samples"] for each in of.train(reduce_results=False)], epochs + 1
+            dealt = 0 < 2 * min(rows) <= max(rows) and len(of.recoveries) == before
+            if dealt and hosts(of) not in [each["hosts"] for each in found]:
+                found.append({"rows": rows, **facts_of_run(of)})
+                now("unequal", of)
+        state = of.get_model().state_dict()
+    with trainer(Working, config={**config, "batch_size": 32, "work_s": 0.0}, num_workers=1, **common) as alone:
+        for _ in range(epochs):
+            alone.train()
+        same = alone.get_model().state_dict()
+    return {"found": found, "differs": max(float((each - same[name]).abs().max()) for name, each in state.items())}
+
+
 def counting_function(config: dict[str, Any]) -> list[int]:
     """Note the samples of all epochs, as parts of the state that is committed. Save a checkpoint after each epoch."""
     torch.manual_seed(0)
@@ -460,7 +512,7 @@ def functions() -> dict[str, Any]:
 
 
 PARTS = (once, beside, files, slow, calls, epochs, storm, wait, moments, drain, sharded)
-PARTS += (tensorflow, horovod, loaders, large_loaders, functions)
+PARTS += (tensorflow, horovod, loaders, large_loaders, unequal, functions)
 
 if __name__ == "__main__":
     if sys.argv[1] == "doctor":

@@ -33,6 +33,19 @@ def loader_iterators() -> None:
     torch_foreign.end_processes(None)
 
 
+def another_pass() -> None:
+    """Of the same processes, also if the loader does not keep them itself."""
+    loader = DataLoader([1, 2], num_workers=1)  # type: ignore[arg-type]
+    iterator = torch_foreign.begin_pass(loader)
+    processes, first = list(torch_foreign.processes_of(iterator)), next(iterator)
+    torch_foreign.keep_iterator(loader, iterator)
+    again = torch_foreign.begin_pass(loader)
+    assert int(first) == 1 and [int(each) for each in again] == [1, 2]
+    assert again is iterator and list(torch_foreign.processes_of(again)) == processes
+    torch_foreign.keep_iterator(loader, iterator)  # whose processes have ended
+    assert torch_foreign.live_iterator(loader) is None
+
+
 def asked_ranks() -> None:
     with torch_foreign.ranks_asked() as asked:
         assert not asked
@@ -202,6 +215,7 @@ def backward_callback() -> None:
 
 TORCH: list[Callable[[], None]] = [
     loader_iterators,
+    another_pass,
     worker_info,
     asked_ranks,
     process_group,

@@ -1,9 +1,13 @@
 """What a rank measures of its own work, from which parts are dealt by speed."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from raysgd.torch.dealing import OwnSeconds
+from raysgd.torch.dealing import Dealer, OwnSeconds
+from raysgd.training.step import Drawn, Outcome, Step
 
 
 class Clock:
@@ -38,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Event.clock
 
 
-def step(own: OwnSeconds, clock: Clock, parts: int, *, counts: bool = True, waits: float = 0.0) -> None:
+def step(own: OwnSeconds, clock: Clock, parts: int, *, waits: float = 0.0) -> None:
     """Compute parts of 2 s; the last waits for others within, and for 10 s in the exchange of gradients."""
     for part in range(parts):
         own.begin()
@@ -48,7 +52,7 @@ def step(own: OwnSeconds, clock: Clock, parts: int, *, counts: bool = True, wait
         clock.now += 2.0
         own.computed()
     clock.now += 10.0
-    own.end(parts if counts else 0)
+    own.end(parts)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -58,10 +62,23 @@ def test_what_a_rank_waits_for_others_is_not_its_own(device: str, clock: Clock) 
     for parts, waits in ((1, 0.0), (3, 5.0), (2, 0.0)):
         step(own, clock, parts, waits=waits)
         assert own.of_part(1) == pytest.approx(2.0)
-    step(own, clock, 2, counts=False)
+    own.begin()
+    clock.now += 50.0  # a step that fails
+    own.forget()
     clock.now += 100.0  # until the next call
     step(own, clock, 4)
     assert own.of_part(1) == pytest.approx(2.0)
+
+
+def test_a_step_that_does_not_count_asks_nothing_of_a_device_that_has_failed(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, clock.late = OwnSeconds(torch.device("cuda")), 40.0
+    step(own, clock, 1)
+    own.begin()
+    for method in ("record", "query", "elapsed_time"):
+        monkeypatch.setattr(Event, method, lambda *_: pytest.fail("its error would hide the first one"))
+    own.forget()
 
 
 def test_times_of_a_device_are_read_when_it_has_got_so_far(clock: Clock) -> None:
@@ -81,3 +98,19 @@ def test_the_time_between_two_steps_counts(clock: Clock) -> None:
     step(own, clock, 1)
     assert own.of_part(1) == pytest.approx(5.0)
     assert own.of_part(2) == pytest.approx(3.5)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "failed", "took"),
+    [("applied", False, 2.0), ("skipped", False, 0.0), ("undone", False, 0.0), ("applied", True, 0.0)],
+)
+def test_only_steps_that_were_made_are_measured(outcome: Outcome, failed: bool, took: float, clock: Clock) -> None:
+    settings: Any = SimpleNamespace(elastic=SimpleNamespace(shares="equal"), all_parts=4)
+    internals = SimpleNamespace(keep_batch=None, part_states=None, parts=SimpleNamespace(calls=None))
+    dealer, made = Dealer(settings, internals, torch.device("cpu")), Step(Drawn(None, 8))
+    dealer.begin(made)
+    clock.now += 2.0
+    dealer.seconds.computed()
+    made.outcome, made.failed = outcome, failed
+    dealer.on_step(made)
+    assert dealer.seconds.of_part(1) == took

@@ -20,9 +20,11 @@ from torch.utils.data import dataloader as torch_loader
 from raysgd.core.outcomes import DataLoaderFailure
 from raysgd.errors import text_of
 from raysgd.torch.foreign import (
+    begin_pass,
     end_processes,
     forget_iterator,
     is_loaders_signal_handler,
+    keep_iterator,
     live_iterator,
     lost_processes,
     processes_of,
@@ -51,12 +53,14 @@ class LoaderIterator:
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
         self._live: Any = live_iterator(loader)  # its processes persist from one pass to the next
-        if _have_exited(lost_processes(self._live)):  # Ctrl-C has reached them, too, and no pass needs their batches
-            self._failed(self._live)
+        if lost := lost_processes(self._live):
+            failure = self._failed(self._live)
+            if not _have_exited(lost):  # otherwise Ctrl-C has reached them, too, and no pass needs their batches
+                raise failure
             self._live = None
         self._has_processes = bool(processes_of(self._live))
         try:
-            self._live = iter(loader)
+            self._live = begin_pass(loader)
         except Exception as error:
             self._explain(error)
             raise
@@ -79,6 +83,10 @@ class LoaderIterator:
         except Exception as error:
             self._explain(error)
             raise
+
+    def keep(self) -> None:
+        """Let the same processes make the loader's next pass."""
+        keep_iterator(self._loader, self._live)
 
     def close(self) -> None:
         """End the processes, unless they persist to the next pass. Whoever keeps this object, such

@@ -37,7 +37,7 @@ from raysgd.torch.data.sampling import (
     random_sources,
     set_epoch,
 )
-from raysgd.torch.foreign import end_processes, live_iterator, ranks_asked
+from raysgd.torch.foreign import end_processes, forget_iterator, live_iterator, ranks_asked
 from raysgd.training.position import Position
 from raysgd.training.seeding import Places, derived_seed
 from raysgd.training.step import Drawn
@@ -122,6 +122,7 @@ class PlannedSource(BatchSource):
         self._begins = False  # whether it may have to begin again, as no batches of it were asked for
         self._orders: int | None = None  # what the orders are drawn from in a process that has joined a run
         self._open: tuple[tuple[RankInfo, Division], int, Generator[Drawn]] | None = None
+        self._live: Generator[Any] | LoaderIterator | None = None  # the newest pass over the twin
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         """Take the new epoch's order from rank 0's sampler. Every rank still draws an order from
@@ -181,12 +182,13 @@ class PlannedSource(BatchSource):
             source.set_state(saved)
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """This rank's part of the rest: the last iterator if it stopped at `offset`."""
+        """This rank's part of the rest: the last iterator if it stopped at `offset`. If only the
+        deal is another one, the loader's processes continue."""
         self._begins = False
         key = rank_info, self._division(rank_info.world_size)
         if self._open is not None and self._open[:2] == (key, offset):
             return self._open[2]
-        self._drop()
+        self._drop(keep=self._open is not None and _differ_in_deal(self._open[0], key))
         fresh = self._generate(rank_info, offset)
         self._open = (key, offset, fresh)
         return fresh
@@ -202,8 +204,8 @@ class PlannedSource(BatchSource):
         number = None if places is None else partial(places.number, epoch=epoch, reading=True)
         taken = self._picker.follow(self.order, self._plan(rank_info), rank_info.world_rank, offset, number)
         try:
-            with closing(self._batches_of_twin()) as live:
-                for batch in live:
+            with closing(self._batches_of_twin()) as self._live:
+                for batch in self._live:
                     if not taken:
                         raise RuntimeError(
                             "a DataLoader yields more batches than its sampler: its class must not add any"
@@ -234,11 +236,17 @@ class PlannedSource(BatchSource):
         self._drop()
         end_processes(live_iterator(self._twin))  # they persist from one epoch to the next
 
-    def _drop(self) -> None:
-        """End an iterator that is not continued."""
+    def _drop(self, *, keep: bool = False) -> None:
+        """End an iterator that is not continued; its processes may `keep` reading."""
+        if keep and isinstance(self._live, LoaderIterator):
+            self._live.keep()
         if self._open is not None:
             self._open[2].close()
             self._open = None
+        kept = live_iterator(self._twin)
+        if kept is not None and not (keep or self.loader.persistent_workers):  # for a pass that was not begun
+            end_processes(kept)
+            forget_iterator(self._twin)
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int:
         return self._plan(rank_info).steps_left(offset)
@@ -246,6 +254,11 @@ class PlannedSource(BatchSource):
     def _plan(self, rank_info: RankInfo) -> SamplingPlan:
         ranks = rank_info.world_size
         return plan_of(self.loader, len(self.order), self._division(ranks), world_size=ranks, pad=self._pad)
+
+
+def _differ_in_deal(one: tuple[RankInfo, Division], other: tuple[RankInfo, Division]) -> bool:
+    """Whether two divisions for one rank have different deals, and else are the same."""
+    return one != other and (one[0], one[1]._replace(deal=other[1].deal)) == other
 
 
 class Votes:

@@ -60,8 +60,9 @@ def verdict(trainer: TorchTrainer, slow: tuple[int, ...], phase: str) -> Speed:
 def test_the_slow_rank_and_its_phase_are_named(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(speed, "WINDOW_S", 0.8)
-    monkeypatch.setattr(speed, "WINDOW_BATCHES", 8)
+    monkeypatch.setattr(speed, "WINDOWS", 4)
+    monkeypatch.setattr(speed, "LEAST_S", 0.1)
+    monkeypatch.setattr(speed, "WINDOW_BATCHES", 6)
     with TorchTrainer(training_operator_cls=SlowIn, num_workers=2, use_gpu=False) as trainer:
         assert trainer.speed == Speed()
         made_slow(trainer, 1, data=True, computing=False)
