@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import dis
+import inspect
 import logging
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -62,6 +65,8 @@ class Elastic(WeightsInMemory):
 
     args: Any
     compute_loss_func: Any
+    model_accepts_loss_kwargs: bool
+    adds_means = False  # of a step's micro-batches: transformers believes that `compute_loss` has divided them
     continuation: Continuation | None = None  # since `train()` has begun
     weight = 1.0  # of the part that is computed now
     scale = 1.0  # of all parts of this step
@@ -77,6 +82,8 @@ class Elastic(WeightsInMemory):
                     f"class ElasticTrainer(Elastic, {type(self).__name__})"
                 )
         check(self)
+        believed = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        self.adds_means = believed and loss_is_scaled(self) is None and ignores_items(own_loss(self))
         inner: Any = super()
         self.continuation = continuation = Continuation(self)
         with continuation.running(resume_from_checkpoint) as folder:
@@ -104,7 +111,7 @@ class Elastic(WeightsInMemory):
         _, items = inner.get_batch_samples(counted(), num_batches, device)
         scaled = loss_is_scaled(self)
         undivided = items is None and (self.compute_loss_func is not None if scaled is None else scaled)
-        self.scale = self.continuation.rank_ratio if undivided else 1.0
+        self.scale = self.continuation.rank_ratio if undivided or (self.adds_means and items is not None) else 1.0
         return drawn, items
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,6 +143,23 @@ def loss_is_scaled(trainer: Any) -> bool | None:
     return getattr(trainer, name) if hasattr(Trainer, name) else None
 
 
+def own_loss(trainer: Any) -> Any:
+    """Return the `compute_loss` that comes after that of Elastic."""
+    kinds = type(trainer).__mro__
+    return vars(_first_with("compute_loss", *kinds[kinds.index(Elastic) + 1 :]))["compute_loss"]
+
+
+def ignores_items(compute_loss: Any) -> bool:
+    """Return whether this function never reads `num_items_in_batch`: its loss is then a mean over
+    the batch that it got, or a sum."""
+    if not isinstance(compute_loss, FunctionType):
+        return False
+    parameters = inspect.signature(compute_loss, follow_wrapped=False).parameters.values()
+    given = {"num_items_in_batch", *(each.name for each in parameters if each.kind is each.VAR_KEYWORD)}
+    steps = [each for each in dis.get_instructions(compute_loss) if "FAST" in each.opname or "CELL" in each.opname]
+    return not any(given & ({each.argval} if isinstance(each.argval, str) else {*each.argval}) for each in steps)
+
+
 def without_labels(batch: Any) -> Any:
     """The batch without labels that count. In batches that are not mappings, transformers counts
     none."""
@@ -152,14 +176,14 @@ def check(trainer: Any) -> None:
             "average_tokens_across_devices=False weighs the tokens of a batch by those of its rank: after a worker failure, the numbers of "
             "this Trainer differ from those of an undisturbed run"
         )
-    kinds = type(trainer).__mro__
-    own = _first_with("compute_loss", *kinds[kinds.index(Elastic) + 1 :])
-    unknown = trainer.model_accepts_loss_kwargs and loss_is_scaled(trainer) is None
+    own = own_loss(trainer)
+    unknown = trainer.model_accepts_loss_kwargs and loss_is_scaled(trainer) is None and not ignores_items(own)
     if unknown and not own.__module__.startswith("transformers."):
         raise ConfigError(
-            f"an elastic Trainer cannot know whether {own.__name__}.compute_loss divides its loss by num_items_in_batch, as transformers "
-            "supposes: write `loss_is_scaled_for_ga = True` in the class if it does, and multiplies by accelerator.num_processes as "
-            "transformers does, or False if it is a mean over the batch that it got (with transformers 5.20 or newer)"
+            f"{own.__qualname__} can read num_items_in_batch, and an elastic Trainer cannot know whether it divides its loss by that. "
+            "After a worker failure, its gradients could be wrong. Write `loss_is_scaled_for_ga = True` in the class if it divides, and "
+            "multiplies by accelerator.num_processes as transformers does, or False if it is a mean over the batch that it got "
+            "(transformers 5.20 or newer)"
         )
     config, optim = args.accelerator_config, str(getattr(args.optim, "value", args.optim))
     refused = {
@@ -436,16 +460,19 @@ class PartSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         epoch, done = divmod(self._step(), self.windows.steps)
         set_epoch(self._data, epoch)
+        return self._parts_of(epoch, done)
+
+    def _parts_of(self, epoch: int, done: int) -> Iterator[list[int]]:
+        """Yield nothing in the batches of steps that are done: transformers drops them unread. The
+        order is drawn with the first batch, as a loader's iterator has drawn a number before
+        that."""
         if self.drawn is None or self.drawn[0] != epoch:
             set_epoch(self._sampler, epoch)
             order: Any = torch.tensor(list(self._sampler))
             if self.windows.ranks > 1:
                 order, _ = agree(order, None, first=self.windows.rank == 0)
             self.drawn = epoch, order
-        return self._rest(self.drawn[1], done)
-
-    def _rest(self, order: Any, done: int) -> Iterator[list[int]]:
-        """Yield nothing in the batches of steps that are done: transformers drops them unread."""
+        order = self.drawn[1]
         for step in range(self.windows.steps):
             for part in self.windows.of_rank(step):
                 yield [] if step < done else order[part.start : part.stop].tolist()

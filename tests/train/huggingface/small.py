@@ -159,6 +159,16 @@ class Recording(Trainer):  # type: ignore[misc]
         return super().evaluate(*args, **kwargs)
 
 
+class Means(Recording):
+    """Has a loss that is a mean over the batch, though transformers believes that it has divided it by the labels of the step."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
 class Ledger(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Owns the samples of each step, which the ranks gather. It pauses after each step with fewer than `ranks`, and after a
     preemption notice, until the worker has left."""
@@ -214,7 +224,9 @@ def make_trainer(config: dict[str, Any]) -> Recording:
         data |= {"compute_loss_func": loss_of, "data_collator": without_labels}
     if "patience" in config:
         data |= {"callbacks": [EarlyStoppingCallback(config["patience"])], "compute_metrics": entropy}
-    trainer = Recording(model=make_model(kind, config.get("dropout", 0.0)), args=args, **data)
+    trainer = (Means if config.get("means") else Recording)(
+        model=make_model(kind, config.get("dropout", 0.0)), args=args, **data
+    )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Ledger(trainer, config.get("pause_s", 0.0), config.get("ranks", 99)))
     return trainer

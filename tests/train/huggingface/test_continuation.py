@@ -3,6 +3,7 @@
 import pickle
 import time
 from collections.abc import Callable, Iterator
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from raysgd import train
 from raysgd.train import Checkpoint
-from raysgd.train.huggingface.elastic import PartSampler
+from raysgd.train.huggingface.elastic import PartSampler, ignores_items
 from raysgd.train.huggingface.transformers import Elastic, RayTrainReportCallback, prepare_trainer
 from raysgd.train.huggingface.windows import Windows
 from tests.replicas import FunctionRank, Interrupted
@@ -116,12 +117,21 @@ def test_early_stopping_and_the_best_model(rank: FunctionRank, tmp_path: Path, w
     assert [found[name] == undisturbed[name] for name in ("best", "files")] == [True, True]
 
 
-@pytest.mark.parametrize(("kind", "accumulation"), [("llama", 1), ("llama", 2), ("bert", 2)])
+BY_LENGTH = (
+    {"train_sampling_strategy": "group_by_length"}
+    if hasattr(TrainingArguments, "train_sampling_strategy")
+    else {"group_by_length": True}
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "accumulation", "given"), [("llama", 1, {}), ("llama", 2, {}), ("bert", 2, {}), ("llama", 2, BY_LENGTH)]
+)
 def test_undisturbed_it_has_the_bits_of_a_plain_trainer(
-    rank: FunctionRank, tmp_path: Path, kind: str, accumulation: int
+    rank: FunctionRank, tmp_path: Path, kind: str, accumulation: int, given: dict[str, Any]
 ) -> None:
-    """Of one process, also with dropout and with batches that do not divide the samples."""
-    given = {"gradient_accumulation_steps": accumulation, "num_train_epochs": 1}
+    """Of one process, also with dropout, with batches that do not divide the samples, and with an order that has no seed."""
+    given = {"gradient_accumulation_steps": accumulation, "num_train_epochs": 1, **given}
     config = {"kind": kind, "dropout": 0.1, "samples": 43, "folder": str(tmp_path), "arguments": given}
     plain, _ = run(rank, lambda: train_func({**config, "elastic": False}))
     undisturbed, _ = run(rank, train_func, config)
@@ -317,7 +327,32 @@ def test_arguments_of_the_driver_are_refused(tmp_path: Path) -> None:
 
 class OwnLoss(Trainer):  # type: ignore[misc]
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        return model(**inputs)["loss"]
+        return model(**inputs, **kwargs)["loss"]
+
+
+def reads_in_a_closure(model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    return (lambda: inputs["loss"] / num_items_in_batch)()
+
+
+def reads_two_at_once(model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    return inputs / num_items_in_batch
+
+
+def reads_none(
+    model: Any, inputs: Any, return_outputs: bool = False, *, num_items_in_batch: Any = None, **kwargs: Any
+) -> Any:
+    return model(**inputs).loss
+
+
+def test_a_loss_that_ignores_the_number_of_labels() -> None:
+    reading = [
+        Trainer.compute_loss,
+        OwnLoss.compute_loss,
+        reads_in_a_closure,
+        reads_two_at_once,
+        wraps(reads_none)(partial(reads_none)),
+    ]
+    assert [ignores_items(each) for each in [*reading, reads_none]] == [False] * 5 + [True]
 
 
 class OwnLoader(Trainer):  # type: ignore[misc]
@@ -328,7 +363,7 @@ class OwnLoader(Trainer):  # type: ignore[misc]
 @pytest.mark.parametrize(
     ("kind", "model", "message"),
     [
-        (OwnLoss, "llama", "whether OwnLoss.compute_loss divides its loss"),
+        (OwnLoss, "llama", "OwnLoss.compute_loss can read num_items_in_batch"),
         (OwnLoader, "mean", "has batches of 8: let both be equal"),
     ],
 )

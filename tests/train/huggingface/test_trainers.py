@@ -122,9 +122,11 @@ def test_a_trainer_loses_a_worker_and_continues(pair: Group) -> None:
 
 
 @pytest.mark.more
-def test_a_loss_that_transformers_does_not_divide(pair: Group) -> None:
+@pytest.mark.parametrize("given", [{"kind": "mean", "own_loss": True}, {"kind": "llama", "means": True}])
+def test_a_loss_that_transformers_does_not_divide(pair: Group, given: dict[str, Any]) -> None:
     """Its sum in a step does not depend on the number of workers."""
-    config = {"kind": "mean", "own_loss": True, "samples": 48, "arguments": {"optim": "sgd", "eval_strategy": "no"}}
+    unclipped = {"optim": "sgd", "max_grad_norm": 0.0, "eval_strategy": "no"}
+    config = {**given, "samples": 48, "arguments": unclipped}
     pair.complete()
     plain, undisturbed = pair.train(elastic=False, **config), pair.train(**config)
     assert_continued(undisturbed, plain, within=0)

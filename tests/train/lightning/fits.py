@@ -1,8 +1,12 @@
-"""A small LightningModule that keeps a record of what its training does, in its weights' checkpoint, and the function that fits it."""
+"""A small LightningModule that keeps a record of what its training does, in its weights' checkpoint, and the function that fits it.
+
+python -m tests.train.lightning.fits FOLDER '{"size": 96}'     without raysgd, under torchrun
+"""
 
 import json
 import os
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -185,7 +189,7 @@ def trainer_of(config: dict[str, Any]) -> pl.Trainer:
     settings |= config.get("trainer", {})
     if config.get("plain"):
         strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment())
-        return pl.Trainer(devices=train.world_size(), strategy=strategy, **settings)
+        return pl.Trainer(devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, **settings)
     trainer = pl.Trainer(devices=1, strategy=RayDDPStrategy(), plugins=[RayLightningEnvironment()], **settings)
     elastic, commit_every = config.get("elastic", True), config.get("commit_every", 1)
     return prepare_trainer(trainer, elastic=elastic, commit_every=commit_every)
@@ -227,3 +231,13 @@ def assert_equal(found: dict[str, Any], undisturbed: dict[str, Any], *, within: 
     assert abs(found["best"][1] - undisturbed["best"][1]) <= within
     for name, value in undisturbed["weights"].items():
         assert (found["weights"][name] - value).abs().max() <= within, name
+
+
+def main() -> None:
+    folder, config = sys.argv[1], json.loads(sys.argv[2])
+    found = fit({**config, "plain": True})
+    torch.save(found, Path(folder, f"rank{os.environ['RANK']}.pt"))
+
+
+if __name__ == "__main__":
+    main()

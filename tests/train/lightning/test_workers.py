@@ -1,9 +1,12 @@
 """Lightning's Trainer on workers that are killed: the samples, rates and validations of each step equal those of an undisturbed run, and
 the weights within the rounding of another order of sums."""
 
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -89,9 +92,16 @@ def shared(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.mark.more
-def test_an_undisturbed_fit_has_the_bits_of_torchruns(shared: Run) -> None:
-    for settings in ({"plain": True}, {"elastic": False}):
-        assert_equal(shared.undisturbed({}), shared.fit(settings), within=0)
+@pytest.mark.parametrize(
+    "settings", [{}, {"dropout": 0.1, "trainer": {"gradient_clip_val": 0.1, "val_check_interval": 0.5}}]
+)
+def test_an_undisturbed_fit_has_the_bits_of_torchruns(shared: Run, settings: dict[str, Any], tmp_path: Path) -> None:
+    script = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
+    script += ["-m", "tests.train.lightning.fits", str(tmp_path), json.dumps(settings)]
+    subprocess.run(script, check=True, timeout=280)
+    for plain in (torch.load(tmp_path / "rank0.pt"), shared.fit({**settings, "elastic": False})):
+        assert plain["world"] == WORKERS
+        assert_equal(shared.undisturbed(settings), plain, within=0)
 
 
 CASES: dict[str, tuple[list[tuple[int, int, str]], dict[str, Any]]] = {
