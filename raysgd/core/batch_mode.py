@@ -44,6 +44,10 @@ CHANGED = Violation(
     "train_batch changes or clears gradients between the backward passes of two parts of a batch",
     "pass TrainingOptions(clip_norm=...), or change them if batch_info['last_part'], and clear them with self.zero_grad() only",
 )
+CHANGED_AFTER = Violation(
+    "train_batch changes gradients after the backward pass",
+    "pass TrainingOptions(clip_norm=...), or change them if batch_info['last_part']",
+)
 UNLIKE = Violation(
     "train_batch calls self.backward or self.step in some parts of a batch only",
     "call them in each part, with count=0 where there is nothing to learn",

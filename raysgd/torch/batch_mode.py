@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from raysgd.core.batch_mode import (
     CHANGED,
+    CHANGED_AFTER,
     DIRECT,
     NOT_DIVIDED,
     OWN_ITERATION,
@@ -93,6 +94,7 @@ class KeepBatch(Policy):
         self._of_first = self._calls  # in the batch's first part
         self._gradients: list[tuple[Any, int]] = []  # at the end of a backward pass, if another part follows
         self._schedules: list[Any] = []
+        self._asked = set[str]()  # the entries of `batch_info` that user code has read in the first step
 
     @property
     def _reason(self) -> Violation | None:
@@ -126,6 +128,11 @@ class KeepBatch(Policy):
         self._decides = self.position.contract is None
         self._found = self._reason
         self._refuse(self._found)
+        if self._decides:
+            feed.make_info = self._make_info
+
+    def _make_info(self, **values: Any) -> dict[str, Any]:
+        return NotingInfo(self._asked, values)
 
     def rest(self) -> None:
         self._end_counting()
@@ -161,6 +168,8 @@ class KeepBatch(Policy):
             self._gradients = []
             if not step.current.whole and loss.requires_grad:
                 loss.register_hook(lambda _: run_after_backward(self._keep_gradients))
+        elif self._watches and loss.requires_grad:  # after what the pass itself runs then: DDP's exchange ends
+            loss.register_hook(lambda _: run_after_backward(lambda: run_after_backward(self._keep_gradients)))
         return loss
 
     def awaits(self, step: Step, optimizer: Any) -> None:
@@ -169,6 +178,9 @@ class KeepBatch(Policy):
 
     def check(self, step: Step, optimizer: Any) -> None:
         self._note(self._calls.stepped(id(optimizer)))
+        if not (self._several or "last_part" in self._asked):
+            self._check_gradients(CHANGED_AFTER)
+        self._gradients = []  # the step may change them
 
     def direct(self, step: Step, optimizer: Any) -> None:
         self._note(DIRECT)
@@ -185,14 +197,14 @@ class KeepBatch(Policy):
         found = (each.grad for each in self._parts.stepped_by(*self._parts.optimizers))
         self._gradients = [(each, content_version(each)) for each in found if each is not None]
 
-    def _check_gradients(self, *, added: bool = False) -> None:
+    def _check_gradients(self, found: Violation = CHANGED, *, added: bool = False) -> None:
         """Note if user code has changed the gradients of the parts before, or, in the next one, has
         done more than have them `added` to by a backward pass of its own."""
         now = {id(each.grad) for each in self._parts.stepped_by(*self._parts.optimizers)} if self._gradients else set()
         lost = any(id(each) not in now for each, _ in self._gradients)
         changed = [each for each, version in self._gradients if content_version(each) != version]
         if lost or (changed and not (added and any(each.is_sparse or bool(each.any()) for each in changed))):
-            self._note(CHANGED)
+            self._note(found)
 
     def _end_counting(self) -> None:
         """Count no further collective calls: the backward pass begins, which exchanges gradients,
@@ -220,7 +232,9 @@ class KeepBatch(Policy):
             return
         found = self._found if self._was_trained or self._reason else OWN_LOOP
         self._refuse(found)
-        self._decides = False
+        self._decides, feed = False, self._feed
+        if feed is not None:
+            feed.make_info = dict
         self.position.contract = tuple(found or ("", ""))
         self._say(found)
 
@@ -274,6 +288,22 @@ def _why_not(settings: TorchSettings) -> Violation | None:
         if applies and settings.adds_parts:
             return Violation(*said)
     return None
+
+
+class NotingInfo(dict[str, Any]):
+    """`batch_info` that notes which of its entries are read."""
+
+    def __init__(self, read: set[str], values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self._read = read
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._read.add(name)
+        return super().get(name, default)
 
 
 class OwnCalls:

@@ -119,6 +119,7 @@ class NoFeed:
     epoch: int | None = None
     between_epochs = True
     stopped = False
+    make_info: Callable[..., dict[str, Any]] = dict
 
     def __init__(self, policies: Policies = NO_POLICIES, waited_s: float = 0.0) -> None:
         self.position, self.step, self.batches = Position(), Step(policies=policies), None
@@ -148,6 +149,7 @@ class Feed:
                  that must know which batch is its last
     batches      what the operator's loop iterates over
     info         what it got
+    make_info    makes the dict that `train_batch` gets
     step         the newest step
     stopped      whether the loop was ended by MembershipChange, with batches left
     waited_s     how long batches were waited for
@@ -155,6 +157,8 @@ class Feed:
     agreed_s     how long the source has waited for the other ranks to agree on batches
     parts        how many batches, or parts of batches, were read
     """
+
+    make_info: Callable[..., dict[str, Any]] = dict
 
     def __init__(
         self,

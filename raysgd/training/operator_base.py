@@ -157,7 +157,7 @@ class OperatorBase:
         for batch in iterator:
             step, batch_idx = feed.step, max(batch_idx, feed.position.call_batches)  # also after a change of the group
             current = step.current
-            batch_info: dict[str, Any] = {"batch_idx": batch_idx, "global_step": count}
+            batch_info = feed.make_info(batch_idx=batch_idx, global_step=count)
             batch_info |= {"part": current.part, "last_part": current.whole}
             batch_info["epoch_batch"] = feed.position.epoch_batches + step.batches - current.whole
             if current.indices is not None:

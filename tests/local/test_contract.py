@@ -196,7 +196,15 @@ class Counting(Plain):
         return nn.Sequential(self.Passes(), super().make_model())
 
 
-KEPT = [Plain, Cooling, CoolingBefore, Decaying, Averaging, Penalized, Noisy, LeavingOut, Counting]
+class ClippingOnce(Plain):
+    """Changes the gradients of a step once, after its last part."""
+
+    def between(self, info: dict[str, Any]) -> None:
+        if info["last_part"]:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+
+
+KEPT = [Plain, Cooling, CoolingBefore, Decaying, Averaging, Penalized, Noisy, LeavingOut, Counting, ClippingOnce]
 
 
 @pytest.mark.parametrize("kind", KEPT)
@@ -228,6 +236,12 @@ class ClippingInStep(Plain):
         return super().step(optimizer)
 
 
+class ClippingLater(Clipping):
+    def between(self, info: dict[str, Any]) -> None:
+        if info["global_step"] > 1:
+            super().between(info)
+
+
 class Clearing(Plain):
     """Also calls torch's method."""
 
@@ -247,7 +261,7 @@ class LeavingPartsOut(Plain):
 
 
 CHANGES = "changes or clears gradients between the backward passes of two parts"
-REFUSED = [(kind, CHANGES) for kind in (Clipping, Replacing, ClippingInStep, Clearing, ClearingAfter)]
+REFUSED = [(kind, CHANGES) for kind in (ClippingLater, Clearing, ClearingAfter)]
 
 
 @pytest.mark.parametrize(("kind", "says"), [*REFUSED, (LeavingPartsOut, "in some parts of a batch only")])
@@ -255,9 +269,17 @@ def test_code_that_changes_sums_of_gradients_is_refused(kind: Any, says: str, ca
     for course in ("one of two", "the first, replaced"):
         with pytest.raises(ConfigError, match=says):
             DISTURBED[course](kind)
-    if kind is not LeavingPartsOut:  # the first step shows it
+    if kind not in (LeavingPartsOut, ClippingLater):  # the first step shows it
         assert DISTURBED["one from the beginning"](kind).mode == "per_worker"
         assert sum(says in each and "cannot be divided into parts" in each for each in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("kind", [Clipping, Replacing, ClippingInStep])
+def test_the_first_step_shows_that_gradients_are_changed_after_the_backward_pass(kind: Any, caplog: Any) -> None:
+    for course in ("one of two", "the first, replaced"):
+        caplog.clear()
+        assert DISTURBED[course](kind).mode == "per_worker"
+        assert sum("changes gradients after the backward pass" in each for each in caplog.messages) == 1, course
 
 
 # -- what the log says ---------------------------------------------------------------------------------------
