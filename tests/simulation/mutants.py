@@ -397,7 +397,7 @@ def report_network_faults_that_are_none(patch: Patch) -> None:
 
 @mutant
 def run_a_function_twice(patch: Patch) -> None:
-    patch.setattr(engine, "_kept", lambda outcomes: None)
+    patch.setattr(engine, "_collect_answers", lambda outcomes: None)
 
 
 # -- broken GPUs --------------------------------------------------------------------------------------
