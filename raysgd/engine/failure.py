@@ -31,8 +31,9 @@ logger = logging.getLogger("raysgd")
 
 QUIET_S = 2.0
 MORE_ROOM = (
-    "Ask for fewer workers or smaller ones (num_workers, num_cpus_per_worker, resources_per_worker), add nodes, or, on one "
-    "machine, start Ray yourself with more logical CPUs: ray.init(num_cpus=...)"
+    "Ask for fewer workers (TorchTrainer(num_workers=..., parts=...) keeps the batch and the numbers) or smaller ones "
+    "(num_cpus_per_worker, resources_per_worker), add nodes, or, on one machine, start Ray yourself with more logical CPUs: "
+    "ray.init(num_cpus=...)"
 )
 
 MEMORY_HINT = (

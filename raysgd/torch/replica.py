@@ -45,7 +45,8 @@ logger = logging.getLogger("raysgd")
 OTHER_PARTS = (
     "the batches of the checkpoint's run have %d parts, and those of this trainer have %d (parts, by default num_workers). What depends "
     "on all samples of a part (BatchNorm, dropout, losses that compare samples, self.part_state) differs from that run. For equal "
-    "results, use the same number of parts"
+    "results, pass parts=%d, and let num_workers times the loader's batch_size be as in that run: otherwise, an epoch has another number "
+    "of steps, and schedules that count steps are at another place"
 )
 BEGINS_AGAIN = (
     "the checkpoint is %d batches into an epoch of a %s, which has no position to save. This epoch begins again, so some samples are "
@@ -263,7 +264,7 @@ class TorchReplica(ReplicaBase):
         keep, parts = self.internals.keep_batch, self.internals.settings.all_parts
         saved = state.get("parts", parts)
         if saved != parts and self.rank == 0 and keep.mode != PER_WORKER:
-            logger.warning(OTHER_PARTS, saved, parts)
+            logger.warning(OTHER_PARTS, saved, parts, saved)
         keep.loaded()
         warn_of_ignored(self.internals, self._made_with, self._loaded_settings)
 

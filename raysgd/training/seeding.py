@@ -95,6 +95,7 @@ class DrawnAnew:
         if self._why and not self._said:
             self._said = True
             logger.warning(
-                "this run has no seed=, so shuffling and dropout draw different random numbers from here on (%s)",
+                "this run has no seed=, so dropout, augmentation, and shuffling without a generator of the loader's own draw other random "
+                "numbers from here on (%s)",
                 self._why,
             )
