@@ -122,7 +122,7 @@ class PlannedSource(BatchSource):
         self._begins = False  # whether it may have to begin again, as no batches of it were asked for
         self._orders: int | None = None  # what the orders are drawn from in a process that has joined a run
         self._open: tuple[tuple[RankInfo, Division], int, Generator[Drawn]] | None = None
-        self._live: Generator[Any] | LoaderIterator | None = None  # the newest pass over the twin
+        self._live: Generator[Any] | LoaderIterator | None = None  # the open pass over the twin
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         """Take the new epoch's order from rank 0's sampler. Every rank still draws an order from
@@ -225,6 +225,8 @@ class PlannedSource(BatchSource):
         except (Exception, DataLoaderFailure):
             self._open = None  # a generator that raised has no more batches, but the epoch has
             raise
+        finally:
+            self._live = None  # otherwise processes that are forked later would have a copy of it
         self._open = None
 
     def _batches_of_twin(self) -> Generator[Any] | LoaderIterator:
