@@ -48,14 +48,17 @@ def wrong_numbers(line: list[Line]) -> Iterator[str]:
 
 def lost_steps(steps: list[Line], line: list[Line], snapshots: list[int]) -> Iterator[str]:
     """Each step that a worker has applied is in the lineage. What may be missing is the last one of a worker that ended,
-    and all that it did since a snapshot with which others began."""
-    kept, made = {each["after"] for each in line}, dict[str, list[Line]]()
+    and all that it did, if its steps have left the lineage where others began from a snapshot."""
+    kept, into = {each["after"]: each["number"] for each in line} | {"": 0}, {each["after"]: each for each in steps}
+    made: dict[str, list[Line]] = {}
     for each in steps:
         made.setdefault(each["worker"], []).append(each)
     for worker, own in made.items():
         stays = max((place for place, each in enumerate(own, 1) if each["after"] in kept), default=0)
-        first = own[stays]["number"] if stays < len(own) else 0
-        again = first - 1 in snapshots or (not stays and any(number < first for number in snapshots))
+        state = own[stays]["before"] if stays < len(own) else ""
+        while state not in kept and state in into:
+            state = into[state]["before"]
+        again = stays < len(own) and kept.get(state) in snapshots
         for each in own[: stays if again else -1]:
             if each["after"] not in kept:
                 yield f"step {each['number']} of worker {worker} was committed, and is lost"

@@ -31,8 +31,8 @@ logger = logging.getLogger("raysgd")
 
 QUIET_S = 2.0
 MORE_ROOM = (
-    "Ask for fewer workers (TorchTrainer(num_workers=..., parts=...) keeps the batch and the numbers) or smaller ones "
-    "(num_cpus_per_worker, resources_per_worker), add nodes, or, on one machine, start Ray yourself with more logical CPUs: "
+    "Ask for fewer workers (num_workers; with parts= and a larger batch_size, a TorchTrainer has the same numbers) or smaller "
+    "ones (num_cpus_per_worker, resources_per_worker), add nodes, or, on one machine, start Ray yourself with more logical CPUs: "
     "ray.init(num_cpus=...)"
 )
 

@@ -7,7 +7,7 @@ from tests.hosts.hosts import Host, Hosts, Script, why_not
 from tests.hosts.parts import begin, found_by
 from tests.tiers import lacks
 
-pytestmark = [pytest.mark.more, pytest.mark.slow, pytest.mark.elastic]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.elastic]
 
 THROTTLED = "while :; do kill -STOP $(cat /tmp/worker); sleep 0.2; kill -CONT $(cat /tmp/worker); sleep 0.05; done"
 

@@ -23,7 +23,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -48,6 +48,8 @@ logger = logging.getLogger("raysgd")
 STATE_FILE = "trainer_state.json"
 COUNTED = ("labels", "shift_labels")  # in a batch: of those that are not IGNORED, transformers takes the mean
 IGNORED = -100
+# With these, a loss can divide by the micro-batches of a step, which change when a worker fails.
+COUNTS = {"gradient_accumulation_steps", "current_gradient_accumulation_steps", "locals", "vars", "eval", "exec"}
 LOADER_OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("prefetch_factor", "persistent_workers", "in_order"),
@@ -150,14 +152,23 @@ def own_loss(trainer: Any) -> Any:
 
 
 def ignores_items(compute_loss: Any) -> bool:
-    """Return whether this function never reads `num_items_in_batch`: its loss is then a mean over
-    the batch that it got, or a sum."""
+    """Return whether this function reads neither `num_items_in_batch` nor how many micro-batches a
+    step has: its loss is then a mean over the batch that it got, or a sum."""
     if not isinstance(compute_loss, FunctionType):
         return False
     parameters = inspect.signature(compute_loss, follow_wrapped=False).parameters.values()
     given = {"num_items_in_batch", *(each.name for each in parameters if each.kind is each.VAR_KEYWORD)}
-    steps = [each for each in dis.get_instructions(compute_loss) if "FAST" in each.opname or "CELL" in each.opname]
+    code = compute_loss.__code__
+    if given & {*code.co_cellvars} or COUNTS & names_in(code):
+        return False
+    steps = [each for each in dis.get_instructions(code) if "FAST" in each.opname]
     return not any(given & ({each.argval} if isinstance(each.argval, str) else {*each.argval}) for each in steps)
+
+
+def names_in(code: CodeType) -> set[str]:
+    """Return the names of attributes and globals in a function and those within it."""
+    within = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return {*code.co_names}.union(*map(names_in, within))
 
 
 def without_labels(batch: Any) -> Any:
@@ -180,10 +191,10 @@ def check(trainer: Any) -> None:
     unknown = trainer.model_accepts_loss_kwargs and loss_is_scaled(trainer) is None and not ignores_items(own)
     if unknown and not own.__module__.startswith("transformers."):
         raise ConfigError(
-            f"{own.__qualname__} can read num_items_in_batch, and an elastic Trainer cannot know whether it divides its loss by that. "
-            "After a worker failure, its gradients could be wrong. Write `loss_is_scaled_for_ga = True` in the class if it divides, and "
-            "multiplies by accelerator.num_processes as transformers does, or False if it is a mean over the batch that it got "
-            "(transformers 5.20 or newer)"
+            f"{getattr(own, '__qualname__', own)} can read num_items_in_batch, or how many micro-batches a step has, and an elastic "
+            "Trainer cannot know whether it divides its loss by that. After a worker failure, its gradients could be wrong. Write "
+            "`loss_is_scaled_for_ga = True` in the class if it divides (by num_items_in_batch: multiplied by accelerator.num_processes, as "
+            "transformers does), or False if it is a mean over the batch that it got (transformers 5.20 or newer)"
         )
     config, optim = args.accelerator_config, str(getattr(args.optim, "value", args.optim))
     refused = {

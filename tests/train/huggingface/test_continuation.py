@@ -338,6 +338,18 @@ def reads_two_at_once(model: Any, inputs: Any, num_items_in_batch: Any = None) -
     return inputs / num_items_in_batch
 
 
+def reads_in_a_list(model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    return sum([each / num_items_in_batch for each in inputs])
+
+
+def divides_by_micro_batches(trainer: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    return (lambda: inputs / trainer.args.gradient_accumulation_steps)()
+
+
+def reads_all(model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    return inputs / locals()["num_items_in_batch"]
+
+
 def reads_none(
     model: Any, inputs: Any, return_outputs: bool = False, *, num_items_in_batch: Any = None, **kwargs: Any
 ) -> Any:
@@ -350,9 +362,12 @@ def test_a_loss_that_ignores_the_number_of_labels() -> None:
         OwnLoss.compute_loss,
         reads_in_a_closure,
         reads_two_at_once,
+        reads_in_a_list,
+        divides_by_micro_batches,
+        reads_all,
         wraps(reads_none)(partial(reads_none)),
     ]
-    assert [ignores_items(each) for each in [*reading, reads_none]] == [False] * 5 + [True]
+    assert [ignores_items(each) for each in [*reading, reads_none]] == [False] * 8 + [True]
 
 
 class OwnLoader(Trainer):  # type: ignore[misc]
