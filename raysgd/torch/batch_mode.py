@@ -4,7 +4,7 @@ that follows from it. Worker."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -54,6 +54,10 @@ RANKS = (
 RESIZES = Violation("resized() of the operator adapts to the number of workers", "leave resized() out")
 
 
+LAST = "last_part"
+DICT: Any = dict
+
+
 class KeepBatch(Policy):
     """Owns whether a batch is divided into parts, which is part of the position. It checks the
     first step of a run, and later ones in which a worker computes several parts. Code that does not
@@ -94,7 +98,7 @@ class KeepBatch(Policy):
         self._of_first = self._calls  # in the batch's first part
         self._gradients: list[tuple[Any, int]] = []  # at the end of a backward pass, if another part follows
         self._schedules: list[Any] = []
-        self._asked = set[str]()  # the entries of `batch_info` that user code has read in the first step
+        self._info = NotingInfo()  # of the newest batch
 
     @property
     def _reason(self) -> Violation | None:
@@ -132,7 +136,8 @@ class KeepBatch(Policy):
             feed.make_info = self._make_info
 
     def _make_info(self, **values: Any) -> dict[str, Any]:
-        return NotingInfo(self._asked, values)
+        self._info = NotingInfo(values)
+        return self._info
 
     def rest(self) -> None:
         self._end_counting()
@@ -168,7 +173,9 @@ class KeepBatch(Policy):
             self._gradients = []
             if not step.current.whole and loss.requires_grad:
                 loss.register_hook(lambda _: run_after_backward(self._keep_gradients))
-        elif self._watches and loss.requires_grad:  # after what the pass itself runs then: DDP's exchange ends
+        elif (
+            self._watches and step.closing and loss.requires_grad
+        ):  # after what the pass itself runs then: DDP's exchange ends
             loss.register_hook(lambda _: run_after_backward(lambda: run_after_backward(self._keep_gradients)))
         return loss
 
@@ -178,9 +185,10 @@ class KeepBatch(Policy):
 
     def check(self, step: Step, optimizer: Any) -> None:
         self._note(self._calls.stepped(id(optimizer)))
-        if not (self._several or "last_part" in self._asked):
+        if not (self._several or self._info.asked):
             self._check_gradients(CHANGED_AFTER)
-        self._gradients = []  # the step may change them
+        own = {id(each.grad) for each in self._parts.stepped_by(optimizer)}
+        self._gradients = [(each, version) for each, version in self._gradients if id(each) not in own]
 
     def direct(self, step: Step, optimizer: Any) -> None:
         self._note(DIRECT)
@@ -290,20 +298,23 @@ def _why_not(settings: TorchSettings) -> Violation | None:
     return None
 
 
-class NotingInfo(dict[str, Any]):
-    """`batch_info` that notes which of its entries are read."""
+class NotingInfo(MutableMapping[str, Any], DICT):  # type: ignore[misc]
+    """`batch_info` that notes whether user code has read "last_part", or all entries: methods that
+    are not here, and `{**info}`, use these."""
 
-    def __init__(self, read: set[str], values: dict[str, Any]) -> None:
-        super().__init__(values)
-        self._read = read
+    asked = False
 
     def __getitem__(self, name: str) -> Any:
-        self._read.add(name)
-        return super().__getitem__(name)
+        self.asked = self.asked or name == LAST
+        return dict.__getitem__(self, name)
 
-    def get(self, name: str, default: Any = None) -> Any:
-        self._read.add(name)
-        return super().get(name, default)
+    def __iter__(self) -> Iterator[str]:
+        return dict.__iter__(self)
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
+    __setitem__, __delitem__, __len__ = DICT.__setitem__, DICT.__delitem__, DICT.__len__
 
 
 class OwnCalls:

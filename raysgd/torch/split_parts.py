@@ -31,6 +31,7 @@ FROM_THE_START = "pass TorchTrainer(parts=n) in place of on_oom, or a smaller ba
 NORMALIZES = Violation(
     "BatchNorm in train mode normalizes with the rows of a part", "use GroupNorm, or call eval() on it in setup"
 )
+BUFFERS = Violation("the model changes a buffer in its forward pass", "compute it in on_step(self, info)")
 STATES = Violation("self.part_state belongs to a part", FROM_THE_START)
 DRAWS = Violation("train_batch draws random numbers, of which smaller parts have others", FROM_THE_START)
 BATCHES = Violation("the loader has a batch sampler, or no batches", "make it with batch_size")
@@ -46,6 +47,8 @@ class SplitParts(Policy):
         self._step: Step | None = None  # the running one, or that which an error has ended
         self._begun = False  # whether an optimizer has begun to make it
         self._random: Any = None  # the states of the generators when the part began
+        self._checks = True  # in the first step
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # with what they had when its part began
 
     def watch(self, optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:
@@ -63,13 +66,16 @@ class SplitParts(Policy):
 
     def begin(self, step: Step) -> None:
         self._step, self._begun, self._random = step, False, self._generators()
+        if self._checks:
+            self._buffers = [(each, each.clone()) for model in self._parts.models for each in model.buffers()]
 
     def trained(self, step: Step) -> None:
-        self._refuse(self._against())
+        if self._checks:
+            self._refuse(self._against())
 
     def on_step(self, step: Step) -> None:
         if step.outcome != "undone":
-            self._step = None
+            self._step, self._checks, self._buffers = None, False, []
 
     def split(self, rank: int) -> str | None:
         """Divide the parts of a batch for which the memory was too small. Return what the log says;
@@ -77,12 +83,12 @@ class SplitParts(Policy):
         step, self._step = self._step, None
         if step is None:
             return None
-        small, found = (step.current.rows or 0) < 2 * self._keep.parts, self._against()
-        if reason := STEPPED if self._begun else SMALL if small else found and found.found:
+        rows, parts, found = step.current.rows or 0, self._keep.parts, self._against()
+        if reason := STEPPED if self._begun else SMALL if rows <= parts else found and found.found:
             logger.warning(NOT_SPLIT, reason)
             return None
-        self._keep.parts *= 2
-        return SPLIT % (rank, self._keep.parts, self._keep.parts // 2)
+        self._keep.parts = min(2 * parts, rows)
+        return SPLIT % (rank, self._keep.parts, parts)
 
     def _against(self) -> Violation | None:
         """Find what smaller parts would change."""
@@ -91,6 +97,8 @@ class SplitParts(Policy):
         modules = [each for model in self._parts.models for each in model.modules() if each.training]
         if any(isinstance(each, BATCH_NORMS) or getattr(each, "running_mean", None) is not None for each in modules):
             return NORMALIZES
+        if any(not torch.equal(*each) for each in self._buffers):
+            return BUFFERS
         return DRAWS if self._generators() != self._random else None
 
     def _refuse(self, found: Violation | None) -> None:

@@ -132,7 +132,8 @@ class CallRunner:
         now."""
         self._size = recovery.world_size_after
         self.speeds.changed()
-        self.drawn_anew.note("the workers or the script have changed")
+        if recovery.reason != "batch":  # the same workers make a step again
+            self.drawn_anew.note("the workers or the script have changed")
         if self._kind == "train":
             self.drawn_anew.say()
         self._callbacks.recovery(recovery)

@@ -204,7 +204,25 @@ class ClippingOnce(Plain):
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
 
 
-KEPT = [Plain, Cooling, CoolingBefore, Decaying, Averaging, Penalized, Noisy, LeavingOut, Counting, ClippingOnce]
+class ClippingByACopy(Plain):
+    def between(self, info: dict[str, Any]) -> None:
+        if {**info}["last_part"]:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+
+
+KEPT = [
+    Plain,
+    Cooling,
+    CoolingBefore,
+    Decaying,
+    Averaging,
+    Penalized,
+    Noisy,
+    LeavingOut,
+    Counting,
+    ClippingOnce,
+    ClippingByACopy,
+]
 
 
 @pytest.mark.parametrize("kind", KEPT)

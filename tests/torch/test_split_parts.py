@@ -29,7 +29,7 @@ class Small(Line):
 
     def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
         data = TensorDataset(*(each.double() for each in rows(config.get("rows", 12))))
-        return {"train_loader": DataLoader(data, batch_size=4)}
+        return {"train_loader": DataLoader(data, batch_size=config.get("size", 4))}
 
     def look(self, model: nn.Module, given: tuple[torch.Tensor]) -> None:
         if not self.model.training:
@@ -141,6 +141,20 @@ class Drops(Small):
         return nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 1)).double()
 
 
+class Remembers(Small):
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(2).double())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen.mul_(0.9).add_(x.detach().mean(0))  # type: ignore[operator]
+            return x - self.seen
+
+    def make_model(self) -> nn.Module:
+        return nn.Sequential(self.Mean(), nn.Linear(2, 1)).double()
+
+
 class Mixes(Small):
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         weight = random.random()
@@ -200,6 +214,7 @@ class Stream(Small):
 
 REFUSED: dict[str, tuple[Any, TrainingOptions, str]] = {
     "BatchNorm": (Normalizes, TrainingOptions(), "BatchNorm in train mode"),
+    "a buffer": (Remembers, TrainingOptions(), "the model changes a buffer in its forward pass"),
     "dropout": (Drops, TrainingOptions(), "train_batch draws random numbers"),
     "Python's numbers": (Mixes, TrainingOptions(), "train_batch draws random numbers"),
     "part_state": (Keeps, TrainingOptions(), "self.part_state belongs to a part"),
@@ -242,6 +257,18 @@ class DropsLater(Small):
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         noise = torch.rand(()) if self.global_step else 0.0
         return super().train_batch((batch[0] + noise, batch[1]), batch_info)
+
+
+def test_random_numbers_of_later_steps_are_no_error_while_the_memory_suffices() -> None:
+    weights, *_ = result_of(1, DropsLater, TrainingOptions(on_oom="split"))
+    assert torch.equal(weights, result_of(1, DropsLater, TrainingOptions())[0])
+
+
+@pytest.mark.parametrize("size", [3, 6])
+def test_a_batch_is_divided_until_a_part_has_one_row(size: int) -> None:
+    expected, *_ = result_of(1, Small, TrainingOptions(), size=size)
+    weights, _, seen = result_of(1, Small, TrainingOptions(on_oom="split"), size=size, fits=1)
+    assert torch.allclose(weights, expected, rtol=1e-12, atol=1e-12) and max(seen[0]) == 1
 
 
 class StepsTooLarge(Line):

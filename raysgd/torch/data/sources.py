@@ -129,6 +129,7 @@ class PlannedSource(BatchSource):
         its own sampler, so that their random states stay equal and any of them can become rank
         0."""
         super().begin(epoch, rank_info, shared)
+        self._drop()  # a pass that ended early with a deal; its processes may have an older data set
         generators = [torch.default_generator, *random_sources(self.loader)]
         if self._begun is not None and self._begun[0] == epoch:  # a failure has ended the first try
             for generator, before in zip(generators, self._begun[1], strict=True):
