@@ -145,13 +145,15 @@ def test_processes_that_were_kept_end_with_the_source(begun: bool) -> None:
     assert not any(each.is_alive() for each in kept)
 
 
-def test_processes_that_were_kept_are_not_used_in_the_next_epoch() -> None:
+@pytest.mark.parametrize("asked", [True, False], ids=["in the epoch", "at its end"])
+def test_processes_that_were_kept_are_not_used_in_the_next_epoch(asked: bool) -> None:
     """They have the data set as it was."""
     ranks = Ranks("processes")
     source = begin(ranks.sources[0])
     next(drawn(source, ranks=2))
     kept, ranks.deal = multiprocessing.active_children(), (3, 1)
-    drawn(source, 8, ranks=2)
+    if asked:
+        drawn(source, 8, ranks=2)
     first = next(drawn(begin(source, 1), ranks=2)).batch.tolist()
     assert first[0][2] == 1 and not any(each.is_alive() for each in kept)
     ranks.close()
