@@ -73,11 +73,12 @@ class Engine:
     """Owns the group of workers and the objects that keep it running, and the number of the newest
     call. Only one thread at a time may call it; a second one gets an error. `living` are the
     engines of this process, because only this process can end the workers of an earlier one that
-    hold the resources of the next. `factory` and `hook` are packed for the workers. `during`
-    returns a context that the engine enters for each `Phase` of its work, for those who watch
-    it."""
+    hold the resources of the next; `owner` ends what belongs to one. `factory` and `hook` are
+    packed for the workers. `during` returns a context that the engine enters for each `Phase` of
+    its work, for those who watch it."""
 
     living: ClassVar[weakref.WeakSet[Engine]] = weakref.WeakSet()
+    owner: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -682,9 +683,16 @@ class Engine:
 
 
 def shutdown_all() -> None:
-    """End the workers of all trainers of this process, also of those without a variable."""
+    """End all trainers of this process, also those without a variable. Raise the first error of one
+    when all have ended."""
+    failed: list[Exception] = []
     for engine in list(Engine.living):
-        engine.stop()
+        try:
+            (engine.owner() or engine.stop)()
+        except Exception as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
 
 
 def _collect_answers(outcomes: Mapping[str, Outcome]) -> PartialResults | None:

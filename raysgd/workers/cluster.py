@@ -127,7 +127,7 @@ def _connect(gpus: float, *, lasting: bool) -> None:
     if others:
         logger.warning(
             "another script on this machine has started a Ray cluster of its own (%s), so this script has started a second one with %g "
-            "CPUs. Each takes all CPUs and GPUs for free. To share them, run `ray start --head` before the scripts",
+            "CPUs. Each counts all CPUs and GPUs as its own. To share them, run `ray start --head` before the scripts",
             ", ".join(others),
             cpus,
         )

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from raysgd import AutoCheckpoint, CheckpointError, ConfigError, TorchTrainer
-from raysgd.callbacks import Callback
+from raysgd import AutoCheckpoint, CheckpointError, ConfigError, TorchTrainer, shutdown_all
+from raysgd.callbacks import Callback, EarlyStopping
 from raysgd.training.auto_checkpoint import CheckpointFolder, SavedPlace
 from tests import storing
 from tests.peek import finish_saves, leave_no_checkpoint_out
@@ -490,3 +490,14 @@ def test_a_callback_ends_the_loop(tmp_path: Path) -> None:
         assert [row["epoch"] for row in trainer.fit(EPOCHS, 0)] == [1, 2]
         assert trainer.latest_checkpoint is not None and "epoch00002" in trainer.latest_checkpoint
         assert len(trainer.fit(1, 0)) == 3, "the next loop is another one"
+
+
+def test_shutdown_all_ends_a_trainer_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its callbacks get their last call, and its folder is free for the next trainer."""
+    first = started(tmp_path, callbacks=[EarlyStopping("mistyped")])
+    for _ in first.epochs(1):
+        first.train()
+    shutdown_all()
+    assert "mistyped" in caplog.text
+    with started(tmp_path) as again:
+        assert again.resumed_from

@@ -68,7 +68,7 @@ class Elastic(WeightsInMemory):
     args: Any
     compute_loss_func: Any
     model_accepts_loss_kwargs: bool
-    adds_means = False  # of a step's micro-batches: transformers believes that `compute_loss` has divided them
+    _adds_means = False  # of a step's micro-batches: transformers believes that `compute_loss` has divided them
     continuation: Continuation | None = None  # since `train()` has begun
     weight = 1.0  # of the part that is computed now
     scale = 1.0  # of all parts of this step
@@ -85,7 +85,7 @@ class Elastic(WeightsInMemory):
                 )
         check(self)
         believed = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        self.adds_means = believed and loss_is_scaled(self) is None and ignores_items(own_loss(self))
+        self._adds_means = believed and loss_is_scaled(self) is None and ignores_items(own_loss(self))
         inner: Any = super()
         self.continuation = continuation = Continuation(self)
         with continuation.running(resume_from_checkpoint) as folder:
@@ -113,7 +113,7 @@ class Elastic(WeightsInMemory):
         _, items = inner.get_batch_samples(counted(), num_batches, device)
         scaled = loss_is_scaled(self)
         undivided = items is None and (self.compute_loss_func is not None if scaled is None else scaled)
-        self.scale = self.continuation.rank_ratio if undivided or (self.adds_means and items is not None) else 1.0
+        self.scale = self.continuation.rank_ratio if undivided or (self._adds_means and items is not None) else 1.0
         return drawn, items
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
