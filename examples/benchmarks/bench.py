@@ -48,6 +48,7 @@ BENCHMARKS = (
     Benchmark("rerun", "--rounds 1", "--rounds 1"),
     Benchmark("saving", "--sizes 10 100 1000 --rounds 3", "--sizes 10 100 1000 --rounds 2"),
     Benchmark("same_numbers", "", "--only gpt --epochs 4", takes_longer=True),
+    Benchmark("unequal", "", "--rounds 1", takes_longer=True),
     Benchmark("scale", "", "--ranks 100 1000", takes_longer=True),
 )
 

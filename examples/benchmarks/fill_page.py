@@ -24,7 +24,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
 OTHER_PAGES = (
-    *(PAGE.with_name(f"{name}.md") for name in ("benchmarks_tables", "scaling", "same_numbers", "index")),
+    *(
+        PAGE.with_name(f"{name}.md")
+        for name in ("benchmarks_tables", "scaling", "same_numbers", "unequal_machines", "index")
+    ),
     HERE.parents[1] / "README.md",
 )
 RESULTS = HERE / "results"
@@ -215,6 +218,8 @@ def as_drawn(document: Mapping[str, Any], documents: Mapping[str, Mapping[str, A
 
 def seen(document: Mapping[str, Any]) -> str:
     """What the pictures of a result show, for those who cannot see them."""
+    if document["benchmark"] == "unequal":
+        return "What each of four workers computes in an epoch: with equal shares, three wait for the slow one"
     if document["benchmark"] == "same_numbers":
         return "The GPT's validation loss over the epochs: three lines on top of each other"
     parts = [

@@ -1,4 +1,4 @@
-"""The pictures of what kill_curve.py and same_numbers.py found: SVG, in a light and a dark variant.
+"""The pictures of what kill_curve.py, same_numbers.py and unequal.py found: SVG, in a light and a dark variant.
 
 python examples/benchmarks/plots.py        from results/ into docs/benchmarks/
 """
@@ -86,6 +86,31 @@ def same_numbers(rows: Rows) -> dict[str, Figure]:
     return pictures
 
 
+def unequal(rows: Rows) -> dict[str, Figure]:
+    """For how long of an epoch each of the most workers computes its rows and, hatched, waits for the others."""
+    most = max(row["workers"] for row in rows)
+    shown = {"equal shares": "'equal'", "shares by speed": "'speed'"}
+    found = {
+        title: next(row for row in rows if row["workers"] == most and shares in row["contender"])
+        for title, shares in shown.items()
+    }
+    pictures = {}
+    for mode, ink in INKS.items():
+        drawn, axes = bare(4.2, len(found), ink)
+        for axis, (title, row) in zip(axes, found.items(), strict=True):
+            own, took = row["own_s"], row["epoch_s"]["median"]
+            ranks = [f"rank {rank}" for rank in range(most)]
+            axis.barh(ranks, own, color=VIVID["raysgd"])
+            waits = [max(took - each, 0.0) for each in own]
+            axis.barh(ranks, waits, left=own, facecolor="none", edgecolor=VIVID["raysgd"], hatch="////")
+            axis.invert_yaxis()
+            axis.set_title(title, loc="left", fontsize=11, color=ink, fontweight="bold")
+            axis.set_title(f"{took:.1f} s", loc="right", fontsize=10, color=ink)
+        axes[-1].set_xlabel("seconds of an epoch (hatched: not computing)", fontsize=10, color=ink)
+        pictures[f"unequal_{mode}"] = drawn
+    return pictures
+
+
 WAYS = {
     "by_hand": ("torchrun", "#8d96a0"),
     "raysgd": ("raysgd", "#4a90d9"),
@@ -93,7 +118,7 @@ WAYS = {
 }
 
 
-PLOTS = {"kill_curve": kill_curve, "same_numbers": same_numbers}
+PLOTS = {"kill_curve": kill_curve, "same_numbers": same_numbers, "unequal": unequal}
 
 
 def plot_all(results: Path, into: Path) -> list[Path]:

@@ -136,7 +136,10 @@ def measure(case: Case, *, steps: int, rounds: int) -> list[dict[str, Any]]:
             took = [turn.wall for turn in turns[each.name]]
             of_ideal = spread([seconds / ideal for seconds in took], 3)
             found = {"workers": workers, "rank_1": rank_1, "contender": each.name, "epoch_s": spread(took, 3)}
-            rows.append({**found, "of_ideal": of_ideal, "rows_of_ranks": " ".join(map(str, getattr(each, "rows", ())))})
+            shares = getattr(each, "rows", [])
+            found |= {"of_ideal": of_ideal, "rows_of_ranks": " ".join(map(str, shares))}
+            own = [ROW_S * count * (case.slower if rank == 1 else 1.0) for rank, count in enumerate(shares)]
+            rows.append({**found, "own_s": [round(seconds, 3) for seconds in own]})
         rows[2]["difference"] = float((speed.weights() - equal.weights()).abs().max())
     return rows
 
@@ -145,7 +148,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--smoke", action="store_true", help="a few steps, only to see that it runs")
     args = parser.parse_args()
+    if args.smoke:
+        args.steps, args.rounds = 4, 1
     out = claim_stdout()
     rows = [row for case in CASES for row in measure(case, steps=args.steps, rounds=args.rounds)]
     emit(out, "unequal", vars(args), rows, COLUMNS)
