@@ -185,10 +185,11 @@ class KeepBatch(Policy):
 
     def check(self, step: Step, optimizer: Any) -> None:
         self._note(self._calls.stepped(id(optimizer)))
-        if not (self._several or self._info.asked):
-            self._check_gradients(CHANGED_AFTER)
-        own = {id(each.grad) for each in self._parts.stepped_by(optimizer)}
-        self._gradients = [(each, version) for each, version in self._gradients if id(each) not in own]
+        if self._gradients and not self._several:
+            if not self._info.asked:
+                self._check_gradients(CHANGED_AFTER)
+            own = {id(each.grad) for each in self._parts.stepped_by(optimizer)}
+            self._gradients = [(each, version) for each, version in self._gradients if id(each) not in own]
 
     def direct(self, step: Step, optimizer: Any) -> None:
         self._note(DIRECT)
@@ -345,7 +346,8 @@ class OwnCalls:
 
     def ended(self) -> int:
         """Stop, and return how many calls were made."""
-        self._leave()  # a forward pass that an error has ended
+        if self._entered is not None:  # an error has ended a forward pass
+            self._leave()
         made = self._count() - self._began - self._models if self._hooks else 0
         for each in self._hooks:
             each.remove()
