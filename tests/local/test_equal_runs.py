@@ -101,7 +101,8 @@ def test_two_parts_are_equal_bit_by_bit(feature: str) -> None:
 
 
 ALL = [*FEATURES, *(pytest.param(each, marks=pytest.mark.more) for each in SLOW)]
-SOME = [pytest.param(each, marks=[pytest.mark.more] * (each != "dropout")) for each in FEATURES | SLOW]
+MARKS = {"dropout": (), "BatchNorm": pytest.mark.more}
+SOME = [pytest.param(each, marks=MARKS.get(each, pytest.mark.nightly)) for each in FEATURES | SLOW]
 
 
 @pytest.mark.parametrize("feature", ALL)
