@@ -98,6 +98,7 @@ class KeepBatch(Policy):
         self._of_first = self._calls  # in the batch's first part
         self._gradients: list[tuple[Any, int]] = []  # at the end of a backward pass, if another part follows
         self._schedules: list[Any] = []
+        self._passed: dict[int, tuple[Any, int]] = {}  # the gradients of parameters when a first step's pass has ended
         self._info = NotingInfo()  # of the newest batch
 
     @property
@@ -148,7 +149,7 @@ class KeepBatch(Policy):
         self._several = self._reason is None and not (step.current.whole and step.parts_before == 0)
         if self._several and step.parts_before > 0 and not self._was_trained:
             self._note(OWN_LOOP)
-        self._was_trained, self._calls = False, Calls()
+        self._was_trained, self._calls, self._passed = False, Calls(), {}
         if step.parts_before == 0:
             self._of_first, self._gradients = self._calls, []
         self._watches = self._several or (self._decides and self._found is None)
@@ -176,7 +177,7 @@ class KeepBatch(Policy):
         elif (
             self._watches and step.closing and loss.requires_grad
         ):  # after what the pass itself runs then: DDP's exchange ends
-            loss.register_hook(lambda _: run_after_backward(lambda: run_after_backward(self._keep_gradients)))
+            loss.register_hook(lambda _: run_after_backward(lambda: run_after_backward(self._note_gradients)))
         return loss
 
     def awaits(self, step: Step, optimizer: Any) -> None:
@@ -185,11 +186,8 @@ class KeepBatch(Policy):
 
     def check(self, step: Step, optimizer: Any) -> None:
         self._note(self._calls.stepped(id(optimizer)))
-        if self._gradients and not self._several:
-            if not self._info.asked:
-                self._check_gradients(CHANGED_AFTER)
-            own = {id(each.grad) for each in self._parts.stepped_by(optimizer)}
-            self._gradients = [(each, version) for each, version in self._gradients if id(each) not in own]
+        if self._passed and not self._info.asked:
+            self._note(CHANGED_AFTER if self._changed_since_the_pass(optimizer) else None)
 
     def direct(self, step: Step, optimizer: Any) -> None:
         self._note(DIRECT)
@@ -206,14 +204,27 @@ class KeepBatch(Policy):
         found = (each.grad for each in self._parts.stepped_by(*self._parts.optimizers))
         self._gradients = [(each, content_version(each)) for each in found if each is not None]
 
-    def _check_gradients(self, found: Violation = CHANGED, *, added: bool = False) -> None:
+    def _note_gradients(self) -> None:
+        found = ((each, each.grad) for each in self._parts.stepped_by(*self._parts.optimizers))
+        self._passed = {id(each): (grad, content_version(grad)) for each, grad in found if grad is not None}
+
+    def _changed_since_the_pass(self, optimizer: Any) -> bool:
+        """Return whether user code has changed gradients with which this optimizer makes its
+        step."""
+        for each in self._parts.stepped_by(optimizer):
+            grad, version = self._passed.get(id(each), (None, 0))
+            if grad is not None and (content_version(grad) != version or each.grad is not grad):
+                return True
+        return False
+
+    def _check_gradients(self, *, added: bool = False) -> None:
         """Note if user code has changed the gradients of the parts before, or, in the next one, has
         done more than have them `added` to by a backward pass of its own."""
         now = {id(each.grad) for each in self._parts.stepped_by(*self._parts.optimizers)} if self._gradients else set()
         lost = any(id(each) not in now for each, _ in self._gradients)
         changed = [each for each, version in self._gradients if content_version(each) != version]
         if lost or (changed and not (added and any(each.is_sparse or bool(each.any()) for each in changed))):
-            self._note(found)
+            self._note(CHANGED)
 
     def _end_counting(self) -> None:
         """Count no further collective calls: the backward pass begins, which exchanges gradients,
