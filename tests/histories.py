@@ -35,11 +35,11 @@ def snapshots(recoveries: Iterable[Any]) -> list[int]:
 
 
 class Steps:
-    """Makes the lines of one worker. `told` names the newest step, and belongs to the state that the step has made."""
+    """Makes the lines of one worker. `newest` names the newest step, and belongs to the state that the step has made."""
 
     def __init__(self) -> None:
         self.worker = self._generation = secrets.token_hex(4)
-        self.told: Line = {"number": 0, "after": ""}
+        self.newest: Line = {"number": 0, "after": ""}
         self._members = [self.worker]
         self._group: Any = None
 
@@ -57,10 +57,10 @@ class Steps:
 
     def made(self, epoch: int, samples: list[int]) -> Line:
         """Return the line of the step with these samples, which leads to the state from now on."""
-        before = self.told["after"]
-        step = {"number": self.told["number"] + 1, "epoch": epoch, "samples": samples}
+        before = self.newest["after"]
+        step = {"number": self.newest["number"] + 1, "epoch": epoch, "samples": samples}
         after = hashlib.sha256(json.dumps([before, step]).encode()).hexdigest()[:12]
-        self.told = {"number": step["number"], "after": after}
+        self.newest = {"number": step["number"], "after": after}
         group = {"worker": self.worker, "generation": self._generation, "members": self._members}
         return {"event": "step", "time": time.time(), **group, **step, "before": before, "after": after}
 
@@ -84,8 +84,8 @@ class Telling(LedgerOperator):
         return super().train_batch(batch, batch_info)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "told": self.steps.told}
+        return {**super().state_dict(), "newest": self.steps.newest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.steps.told = state_dict["told"]
+        self.steps.newest = state_dict["newest"]

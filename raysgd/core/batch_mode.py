@@ -7,8 +7,11 @@ at most one step of each optimizer. What does not do that is "per_worker".
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator, MutableMapping
+from typing import Any, NamedTuple
 
+LAST = "last_part"  # an entry of `batch_info`
+DICT: Any = dict
 PARTS, GLOBAL, PER_WORKER = "parts", "global", "per_worker"
 
 
@@ -89,6 +92,25 @@ class Calls:
         """Compare with another part of the same batch."""
         alike = self._stepped == other._stepped and bool(self._passes) == bool(other._passes)
         return None if alike else UNLIKE
+
+
+class NotingInfo(MutableMapping[str, Any], DICT):  # type: ignore[misc]
+    """`batch_info` that notes whether user code has read "last_part", or all entries: methods that
+    are not here, and `{**info}`, use these."""
+
+    asked = False
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked = self.asked or name == LAST
+        return dict.__getitem__(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return dict.__iter__(self)
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
+    __setitem__, __delitem__, __len__ = DICT.__setitem__, DICT.__delitem__, DICT.__len__
 
 
 def later(found: Violation, parts: int) -> str:

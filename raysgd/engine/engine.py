@@ -73,12 +73,11 @@ class Engine:
     """Owns the group of workers and the objects that keep it running, and the number of the newest
     call. Only one thread at a time may call it; a second one gets an error. `living` are the
     engines of this process, because only this process can end the workers of an earlier one that
-    hold the resources of the next; `owner` ends what belongs to one. `factory` and `hook` are
-    packed for the workers. `during` returns a context that the engine enters for each `Phase` of
-    its work, for those who watch it."""
+    hold the resources of the next. `factory` and `hook` are packed for the workers. `during`
+    returns a context that the engine enters for each `Phase` of its work, for those who watch
+    it."""
 
     living: ClassVar[weakref.WeakSet[Engine]] = weakref.WeakSet()
-    owner: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -121,6 +120,7 @@ class Engine:
         self._comparison = Comparison(elastic)
         self._keeps_snapshots = elastic.snapshot_every is not None or sharded is not None
         self.active, self._ended, self._reached = True, False, Progress()
+        self._shutdown: Callable[[], Callable[[], None] | None] = lambda: None
         self._call_lock = CallLock()
         self._calls, self._named = 0, term > 0
         self.trained = 0  # the number of the newest call that trains and has ended
@@ -205,6 +205,15 @@ class Engine:
         if room.free < self._least <= min(room.capacity, room.free + sum(others.values())):
             sizes = {engine: counted(size, "worker") for engine, size in others.items()}
             raise held_error(room, self._least, sizes)
+
+    def belong_to(self, shutdown: Callable[[], None]) -> None:
+        """Let `shutdown_all` call this method of a trainer, as long as that lives, and not
+        `stop`."""
+        self._shutdown = weakref.WeakMethod(shutdown)
+
+    def end_trainer(self) -> None:
+        """End the trainer that the workers belong to."""
+        (self._shutdown() or self.stop)()
 
     def stop(self, *, force: bool = False, leave: bool = False) -> None:
         """End every worker. If Ctrl-C interrupted an earlier call of `stop`, finish what it began.
@@ -688,7 +697,7 @@ def shutdown_all() -> None:
     failed: list[Exception] = []
     for engine in list(Engine.living):
         try:
-            (engine.owner() or engine.stop)()
+            engine.end_trainer()
         except Exception as error:
             failed.append(error)
     if failed:

@@ -4,7 +4,7 @@ that follows from it. Worker."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -23,6 +23,7 @@ from raysgd.core.batch_mode import (
     SCHEDULED,
     TOGETHER,
     Calls,
+    NotingInfo,
     Violation,
     later,
     notice,
@@ -54,10 +55,6 @@ RANKS = (
 RESIZES = Violation("resized() of the operator adapts to the number of workers", "leave resized() out")
 
 
-LAST = "last_part"
-DICT: Any = dict
-
-
 class KeepBatch(Policy):
     """Owns whether a batch is divided into parts, which is part of the position. It checks the
     first step of a run, and later ones in which a worker computes several parts. Code that does not
@@ -82,7 +79,8 @@ class KeepBatch(Policy):
     ) -> None:
         self._ranks_read, self._ranks_said, self._method = ranks_read, set[str](), method
         self._parts, self._batches, self._elastic = parts, settings.num_workers, settings.elastic
-        self.parts, on_oom = settings.all_parts, settings.options.on_oom
+        on_oom = settings.options.on_oom
+        self.parts = settings.all_parts  # of a batch: `SplitParts` may make them more
         # What the user has passed that needs parts.
         self._given = f"on_oom={on_oom!r}" if on_oom else f"parts={settings.parts}" if settings.parts else ""
         self.deal: tuple[int, ...] = ()  # how many parts each rank computes: `Dealer` writes it
@@ -96,9 +94,9 @@ class KeepBatch(Policy):
         self._calls = Calls()
         self._own_calls: OwnCalls | None = None
         self._of_first = self._calls  # in the batch's first part
-        self._gradients: list[tuple[Any, int]] = []  # at the end of a backward pass, if another part follows
+        # Of parameters, with what they were at the end of a backward pass after which they must not change.
+        self._gradients: dict[int, tuple[Any, int]] = {}
         self._schedules: list[Any] = []
-        self._passed: dict[int, tuple[Any, int]] = {}  # the gradients of parameters when a first step's pass has ended
         self._info = NotingInfo()  # of the newest batch
 
     @property
@@ -149,11 +147,11 @@ class KeepBatch(Policy):
         self._several = self._reason is None and not (step.current.whole and step.parts_before == 0)
         if self._several and step.parts_before > 0 and not self._was_trained:
             self._note(OWN_LOOP)
-        self._was_trained, self._calls, self._passed = False, Calls(), {}
+        self._was_trained, self._calls = False, Calls()
         if step.parts_before == 0:
-            self._of_first, self._gradients = self._calls, []
+            self._of_first, self._gradients = self._calls, {}
         self._watches = self._several or (self._decides and self._found is None)
-        self._check_gradients()
+        self._check_gradients(CHANGED)
         self._ranks_read.clear()
         if self._watches:
             self._schedules = [steps_of(each) for each in self._parts.schedulers]
@@ -170,24 +168,23 @@ class KeepBatch(Policy):
             self._ranks_said |= read  # each part of the first step reads them
         self._note(self._calls.passed())
         if self._several:
-            self._check_gradients(added=True)
-            self._gradients = []
+            self._check_gradients(CHANGED, added=True)
+            self._gradients = {}
             if not step.current.whole and loss.requires_grad:
                 loss.register_hook(lambda _: run_after_backward(self._keep_gradients))
-        elif (
-            self._watches and step.closing and loss.requires_grad
-        ):  # after what the pass itself runs then: DDP's exchange ends
-            loss.register_hook(lambda _: run_after_backward(lambda: run_after_backward(self._note_gradients)))
+        elif self._watches and step.closing and loss.requires_grad:
+            # After what the pass itself runs at its end, such as DDP's exchange.
+            loss.register_hook(lambda _: run_after_backward(lambda: run_after_backward(self._keep_gradients)))
         return loss
 
     def awaits(self, step: Step, optimizer: Any) -> None:
-        self._check_gradients()
+        self._check_gradients(CHANGED)
         self._note(self._calls.stepped(id(optimizer)))
 
     def check(self, step: Step, optimizer: Any) -> None:
         self._note(self._calls.stepped(id(optimizer)))
-        if self._passed and not self._info.asked:
-            self._note(CHANGED_AFTER if self._changed_since_the_pass(optimizer) else None)
+        if self._gradients and not (self._several or self._info.asked):
+            self._check_gradients(CHANGED_AFTER, optimizer)
 
     def direct(self, step: Step, optimizer: Any) -> None:
         self._note(DIRECT)
@@ -201,30 +198,20 @@ class KeepBatch(Policy):
         self._note(self._calls.unlike(self._of_first))
 
     def _keep_gradients(self) -> None:
-        found = (each.grad for each in self._parts.stepped_by(*self._parts.optimizers))
-        self._gradients = [(each, content_version(each)) for each in found if each is not None]
-
-    def _note_gradients(self) -> None:
         found = ((each, each.grad) for each in self._parts.stepped_by(*self._parts.optimizers))
-        self._passed = {id(each): (grad, content_version(grad)) for each, grad in found if grad is not None}
+        self._gradients = {id(each): (grad, content_version(grad)) for each, grad in found if grad is not None}
 
-    def _changed_since_the_pass(self, optimizer: Any) -> bool:
-        """Return whether user code has changed gradients with which this optimizer makes its
-        step."""
-        for each in self._parts.stepped_by(optimizer):
-            grad, version = self._passed.get(id(each), (None, 0))
-            if grad is not None and (content_version(grad) != version or each.grad is not grad):
-                return True
-        return False
-
-    def _check_gradients(self, *, added: bool = False) -> None:
-        """Note if user code has changed the gradients of the parts before, or, in the next one, has
-        done more than have them `added` to by a backward pass of its own."""
-        now = {id(each.grad) for each in self._parts.stepped_by(*self._parts.optimizers)} if self._gradients else set()
-        lost = any(id(each) not in now for each, _ in self._gradients)
-        changed = [each for each, version in self._gradients if content_version(each) != version]
+    def _check_gradients(self, found: Violation, *optimizers: Any, added: bool = False) -> None:
+        """Note if user code has changed gradients, by default of all optimizers, since the backward
+        pass, or, in the next one, has done more than have them `added` to by a pass of its own."""
+        if not self._gradients:
+            return
+        own = self._parts.stepped_by(*(optimizers or self._parts.optimizers))
+        kept = [(each.grad, *self._gradients[id(each)]) for each in own if id(each) in self._gradients]
+        lost = any(now is not before for now, before, _ in kept)
+        changed = [each for _, each, version in kept if content_version(each) != version]
         if lost or (changed and not (added and any(each.is_sparse or bool(each.any()) for each in changed))):
-            self._note(CHANGED)
+            self._note(found)
 
     def _end_counting(self) -> None:
         """Count no further collective calls: the backward pass begins, which exchanges gradients,
@@ -308,25 +295,6 @@ def _why_not(settings: TorchSettings) -> Violation | None:
         if applies and settings.adds_parts:
             return Violation(*said)
     return None
-
-
-class NotingInfo(MutableMapping[str, Any], DICT):  # type: ignore[misc]
-    """`batch_info` that notes whether user code has read "last_part", or all entries: methods that
-    are not here, and `{**info}`, use these."""
-
-    asked = False
-
-    def __getitem__(self, name: str) -> Any:
-        self.asked = self.asked or name == LAST
-        return dict.__getitem__(self, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return dict.__iter__(self)
-
-    def copy(self) -> dict[str, Any]:
-        return dict(self)
-
-    __setitem__, __delitem__, __len__ = DICT.__setitem__, DICT.__delitem__, DICT.__len__
 
 
 class OwnCalls:

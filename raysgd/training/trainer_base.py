@@ -7,7 +7,6 @@ import atexit
 import logging
 import os
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -59,7 +58,7 @@ class TrainerBase(ABC):
 
     def __init__(self, described: RunDescription) -> None:
         self._engine, self._calls = engine, calls = build(described)
-        engine.owner = weakref.WeakMethod(self.shutdown)
+        engine.belong_to(self.shutdown)
         self._factory, self.config = described.factory, GivenConfig(described.config)
         self._saves, self._folder = Saves(engine, calls.note_saved), described.folder
         self._loads = self._make_loads(calls.drawn_anew)

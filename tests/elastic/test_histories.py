@@ -37,9 +37,9 @@ def operators(path: Path, seed: int) -> list[int]:
             trainer.train()
             assert ground.fired() == 1
             ground.whole_again(3)
-        told = trainer.apply_all_operators(lambda operator: operator.steps.told["after"])
+        newest = trainer.apply_all_operators(lambda operator: operator.steps.newest["after"])
         began = snapshots(trainer.recoveries)
-    write(path, event="end", state=told[0], snapshots=began)
+    write(path, event="end", state=newest[0], snapshots=began)
     return began
 
 
@@ -56,33 +56,33 @@ def test_a_run_in_which_workers_fail(seed: int, tmp_path: Path) -> None:
 
 
 def function(config: dict[str, Any]) -> str:
-    """Train two epochs. A step is told when it is committed, or where the function begins again."""
+    """Train two epochs. A step is written when it is committed, or where the function begins again."""
     torch.manual_seed(3)
     model = nn.Linear(8, 1).double()
     order = torch.Generator().manual_seed(1)
     loader = train.torch.elastic_data_loader(DataLoader(Numbered(101), batch_size=4, shuffle=True, generator=order))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     steps, parts = Steps(), {"model": model, "optimizer": optimizer, "loader": loader}
-    state = train.elastic({**parts, "epoch": 0, "told": steps.told, "line": None})
+    state = train.elastic({**parts, "epoch": 0, "newest": steps.newest, "line": None})
     if state["line"]:
         write(config["history"], **state["line"])
-    steps.told = state["told"]
+    steps.newest = state["newest"]
     prepared = train.torch.prepare_model(model)
     while state["epoch"] < 2:
         for index, x, y in loader:
             for fault in config["faults"]:
-                if fault.rank == train.world_rank() and fault.step <= steps.told["number"]:
+                if fault.rank == train.world_rank() and fault.step <= steps.newest["number"]:
                     fault.fire(config["marks"])
             samples = steps.gathered(index.tolist())
             optimizer.zero_grad()
             nn.functional.mse_loss(prepared(x.double()), y.double()).backward()
             optimizer.step()
             state["line"] = steps.made(state["epoch"], samples)
-            state["told"] = steps.told
+            state["newest"] = steps.newest
             state.commit()
             write(config["history"], **state["line"])
         state["epoch"] += 1
-    return str(state["told"]["after"])
+    return str(state["newest"]["after"])
 
 
 @pytest.mark.more
@@ -120,13 +120,13 @@ config = {"samples": 101, "history": path, "marks": os.path.dirname(path), "pace
 config["faults"] = [Fault(1, 3), Fault(0, 12)]
 with TorchTrainer(
     training_operator_cls=Telling, config=config, num_workers=3, num_cpus_per_worker=0.05, use_gpu=False,
-    name="told", callbacks=[Killer()],
+    name="history", callbacks=[Killer()],
 ) as trainer:
     for _ in trainer.epochs(3):
         trainer.train()
-    told = trainer.apply_all_operators(lambda operator: operator.steps.told["after"])
+    newest = trainer.apply_all_operators(lambda operator: operator.steps.newest["after"])
     began = snapshots(trainer.recoveries)
-write(path, event="end", state=told[0], snapshots=began)
+write(path, event="end", state=newest[0], snapshots=began)
 """
 
 

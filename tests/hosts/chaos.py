@@ -151,8 +151,8 @@ class Disturber:
         self._lose(host, host.end)
 
     def _lose(self, host: Host, end: Callable[[], None]) -> None:
-        """End a host, after it has told what it did: its files go with it."""
-        self.steps += told_on(host)
+        """End a host, after its steps were read: its files go with it."""
+        self.steps += steps_on(host)
         end()
 
 
@@ -177,7 +177,7 @@ def order(host: Host, kind: str) -> None:
     raise ProcessLookupError(f"no worker on {host.name} trains")
 
 
-def told_on(host: Host) -> list[Line]:
+def steps_on(host: Host) -> list[Line]:
     """Return the steps that the workers of this host have applied. A killed one may have left half a line."""
     lines = host.call("sh", "-c", "cat /tmp/history.jsonl 2> /dev/null || true").splitlines()
     return [json.loads(line) for line in lines if line.endswith("}")]
@@ -204,9 +204,9 @@ def chaos(*, faults: int, seed: int, minutes: float = 60.0) -> dict[str, Any]:
             script.until("now epoch 1")
             with Disturber(hosts, faults=faults, seed=seed, minutes=minutes) as disturber:
                 found = found_by(script)
-                steps = [*disturber.steps, *(line for host in hosts.all[1:] if host.runs for line in told_on(host))]
+                steps = [*disturber.steps, *(line for host in hosts.all[1:] if host.runs for line in steps_on(host))]
     recoveries = found.get("recoveries", [])
-    broken = wrong_in(steps, found.get("told", ""), found.get("snapshots", []))
+    broken = wrong_in(steps, found.get("newest", ""), found.get("snapshots", []))
     return {
         "seed": seed,
         "faults": disturber.faults.total(),

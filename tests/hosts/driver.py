@@ -86,11 +86,11 @@ class ObeyingOperator(CountingOperator):
         write(HISTORY, **self.steps.made(self.epoch, self.samples))
 
     def state_dict(self):
-        return {**super().state_dict(), "told": self.steps.told}
+        return {**super().state_dict(), "newest": self.steps.newest}
 
     def load_state_dict(self, state_dict):
         super().load_state_dict(state_dict)
-        self.steps.told = state_dict.get("told", self.steps.told)
+        self.steps.newest = state_dict.get("newest", self.steps.newest)
 
     def train_batch(self, batch, batch_info):
         with contextlib.suppress(FileNotFoundError):
@@ -310,9 +310,15 @@ def storm() -> dict[str, Any]:
                 if not injected(error):
                     raise
                 raised += 1  # the next call trains the rest of the epoch
-        told = of.apply_all_operators(lambda operator: operator.steps.told["after"])[0]
+        newest = of.apply_all_operators(lambda operator: operator.steps.newest["after"])[0]
         began = snapshots(of.recoveries)
-        return {**facts(of, STORMY["samples"]), "epochs": epochs, "raised": raised, "told": told, "snapshots": began}
+        return {
+            **facts(of, STORMY["samples"]),
+            "epochs": epochs,
+            "raised": raised,
+            "newest": newest,
+            "snapshots": began,
+        }
 
 
 def injected(error: BaseException) -> bool:

@@ -179,7 +179,7 @@ def test_a_round_is_recorded_after_its_checkpoint_and_before_its_ranks_continue(
     assert driver.recorded == [({"step": 0}, 0, 0)]
     manager.allowed.set()
     driver.run.close()
-    assert driver.recorded[1:] == [({"step": 1}, 1, 2)], "although nobody has fetched it"
+    assert driver.recorded[1:] == [({"step": 1}, 1, 2)], "although the script has not fetched it"
 
 
 def test_an_error_of_the_record_ends_the_run(tmp_path: Path) -> None:
