@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysgd.torch.closures import after_gradients
 from raysgd.torch.foreign import buffers_at, copy_all, unnoticed
 from raysgd.torch.parts import Parts, broadcast, name_of
 from raysgd.torch.skipped_steps import gathered_objects
@@ -55,7 +54,6 @@ class KeepBuffers(Policy):
         self._after: dict[tuple[int, bool], Contents] = {}
         self._looping = False  # whether a loop over an epoch runs
         self._open = self._sent = False  # whether a step is open, and its buffers have been sent
-        self._sent_for: Any = None  # the optimizer whose `self.step` has just sent them
         # What all ranks get in this generation, None before they have agreed on it: where it is, the buffers, the memory that
         # is sent, and pairs of lists of both.
         self._shared: list[Place] | None = None
@@ -67,27 +65,18 @@ class KeepBuffers(Policy):
         """Let all ranks agree again in their next step, because a generation begins."""
         self._shared, self.in_usual_steps = None, True
 
-    def watch(self, optimizers: Sequence[Any]) -> None:
-        for optimizer in optimizers:
-            if hasattr(optimizer, "register_step_pre_hook"):
-                optimizer.register_step_pre_hook(self._before_step)
-
     def check(self, step: Step, optimizer: Any) -> None:
         """Send the buffers before NCCL's calls are waited for, so that there is one wait."""
         if self._shared != [] and (self._open or self._looping):
             self._send()
-            self._sent_for = optimizer
 
-    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        sent, self._sent_for = self._sent_for is optimizer, None
-        sends = self._shared != [] and (self._open or self._looping) and not sent
-        return after_gradients(args, kwargs, self._send) if sends else None
+    unchecked = check
 
     def on_epoch(self, feed: Any) -> None:
         self._looping = True  # also of steps that user code makes without a batch of the iterator
 
     def begin(self, step: Step) -> None:
-        self._open, self._sent, self._sent_for = True, False, None
+        self._open, self._sent = True, False
         part = step.current.part, step.current.fresh
         if step.place == 0:
             self._keep([*self._all()] if self._places is None else self._places)

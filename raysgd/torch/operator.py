@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from inspect import signature
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -114,7 +114,6 @@ class TrainingOperator(Scheduling):
     optimizer: Any
     criterion: Any
     _settings: TorchSettings
-    _has_own_steps: ClassVar[bool] = False  # whether the class itself clips gradients and applies the precision
 
     def __init__(
         self,
@@ -462,12 +461,10 @@ class TrainingOperator(Scheduling):
 
     def _watch(self, parts: Parts) -> None:
         """Register what acts at the steps of optimizers, in its order."""
-        if self._settings.adds_parts:
-            self._internals.buffers.watch(parts.optimizers)
         if self._whole is not None:
-            self._whole.watch(parts.optimizers)  # before others, which change gradients and rates
-        if not self._has_own_steps:
-            self._watch_steps(parts.optimizers)
+            self._whole.require_hooks(parts.optimizers)
+        if self._settings.adds_parts or not self._has_own_steps:
+            self._watch_steps(parts.optimizers)  # before others, which change gradients and rates
         if self._internals.split_parts is not None:
             self._internals.split_parts.watch(parts.optimizers)
         parts.averages.watch(parts.models, parts.optimizers, precision=parts.options.precision)

@@ -4,7 +4,7 @@ policies with them. Worker."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,6 +12,7 @@ from raysgd.errors import ConfigError, shown
 from raysgd.torch.closures import after_gradients, closure_in
 from raysgd.torch.internals import TorchInternals
 from raysgd.torch.parts import Parts
+from raysgd.torch.whole_gradients import WholeGradients
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.operator_base import OperatorBase
 from raysgd.training.step import Step
@@ -31,6 +32,8 @@ class Stepping(OperatorBase):
 
     _parts: Parts
     _internals: TorchInternals
+    _whole: WholeGradients | None
+    _has_own_steps: ClassVar[bool] = False  # whether the class itself clips gradients and applies the precision
 
     def __init__(self, config: dict[str, Any] | None, internals: TorchInternals) -> None:
         super().__init__(config, internals)
@@ -143,7 +146,8 @@ class Stepping(OperatorBase):
     # -- the steps of optimizers ----------------------------------------------------------------------
 
     def _watch_steps(self, optimizers: Sequence[Any]) -> None:
-        """Refuse steps that user code makes itself, if an option acts in `self.step`."""
+        """Act before each step of an optimizer. Refuse those that user code makes itself, if an
+        option acts in `self.step`."""
         for optimizer in optimizers:
             if hasattr(optimizer, "register_step_pre_hook"):
                 optimizer.register_step_pre_hook(self._before_step)
@@ -151,8 +155,10 @@ class Stepping(OperatorBase):
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         direct, self._own_step_made = not self._in_own_step, True
         if not direct:
+            if self._whole is not None:
+                self._whole.look_again()
             return None
-        if option := self._internals.policies.option:
+        if not self._has_own_steps and (option := self._internals.policies.option):
             raise ConfigError(_direct_step(option, with_closure=closure_in(args, kwargs) is not None))
         return after_gradients(args, kwargs, lambda: self._check_direct(optimizer))
 
@@ -172,6 +178,10 @@ class Stepping(OperatorBase):
 
     def _check_direct(self, optimizer: Any) -> None:
         step = self._internals.feed.step
+        for policy in step.policies.unchecked:
+            policy(step, optimizer)
+        if self._has_own_steps:
+            return
         if step.error is not None:
             raise step.error
         for policy in step.policies.direct:

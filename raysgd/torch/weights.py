@@ -198,13 +198,11 @@ class Weigh(Policy):
         if not step.closing:
             self._place, self._total = step.place, total
             return here / self._unit
-        of_all = torch.nan_to_num(
-            self._sum(total / self._ranks()).reciprocal(), posinf=0.0
-        )  # nothing may count in a step
+        mean = self._sum(total / self._ranks())
         if step.place > 0:
             self._place = step.place
-            self._parts.multiply_gradients(self._unit.to(here.device) * of_all)
-        return here * of_all
+            self._parts.multiply_gradients(torch.nan_to_num(self._unit.to(here.device) / mean, posinf=0.0))
+        return torch.nan_to_num(here / mean)  # nothing may count in a step
 
     def _sum(self, numbers: torch.Tensor) -> torch.Tensor:
         if self._ranks() > 1:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from raysgd.errors import ConfigError
-from raysgd.torch.closures import after_gradients
 from raysgd.torch.parts import Parts
 from raysgd.training.step import Step
 from raysgd.training.step_policy import Policy
@@ -24,9 +23,8 @@ class WholeGradients(Policy):
 
     def __init__(self, parts: Parts, *, sharded: bool) -> None:
         self._parts, self._sharded = parts, sharded
-        self._seen: Any = None  # the optimizer whose `self.step` has just looked
 
-    def watch(self, optimizers: Sequence[Any]) -> None:
+    def require_hooks(self, optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:
             if not hasattr(optimizer, "register_step_pre_hook"):
                 raise ConfigError(
@@ -34,23 +32,17 @@ class WholeGradients(Policy):
                     f"a {type(optimizer).__name__}, which has no register_step_pre_hook: make it a subclass of torch.optim.Optimizer, "
                     "or pass backend='gloo'"
                 )
-            if not self._sharded:
-                optimizer.register_step_pre_hook(self._before_step)
 
     def check(self, step: Step, optimizer: Any) -> None:
         if not self._sharded:
-            self._look()
-            self._seen = optimizer
+            self._parts.calls.control.ensure_whole()
+
+    unchecked = check
+
+    def look_again(self) -> None:
+        """Look if a collective call was made after `check`."""
+        if not self._sharded:
+            self._parts.calls.control.ensure_whole(unless_seen=True)
 
     def before_commit(self, step: Step) -> None:
-        self._look(unless_seen=True)
-
-    def on_step(self, step: Step) -> None:
-        self._seen = None
-
-    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        seen, self._seen = self._seen is optimizer, None
-        return after_gradients(args, kwargs, lambda: self._look(unless_seen=seen))
-
-    def _look(self, *, unless_seen: bool = False) -> None:
-        self._parts.calls.control.ensure_whole(unless_seen=unless_seen)
+        self._parts.calls.control.ensure_whole(unless_seen=True)

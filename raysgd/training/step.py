@@ -59,8 +59,9 @@ class Policies:
         self.rest = self._acting("rest")
         self.cleared, self.weighted = self._acting("cleared"), self._acting("weighted")
         self.awaits, self.check = self._acting("awaits"), self._acting("check")
-        self.gradients, self.direct = self._acting("gradients"), self._acting("direct")
-        self.stepped, self.trained = self._acting("stepped"), self._acting("trained")
+        self.gradients, self.unchecked = self._acting("gradients"), self._acting("unchecked")
+        self.direct, self.stepped = self._acting("direct"), self._acting("stepped")
+        self.trained = self._acting("trained")
 
     def _acting(self, method: str) -> list[Callable[..., Any]]:
         return [getattr(each, method) for each in self.every if each.acts_in(method)]

@@ -60,8 +60,12 @@ class Policy:
         the step: alike on all ranks."""
         return True
 
+    def unchecked(self, step: Step, optimizer: Any) -> None:
+        """Called before a step that other code than `self.step` makes, when its gradients are
+        there, so that `check` was not called."""
+
     def direct(self, step: Step, optimizer: Any) -> None:
-        """Called before a step that user code makes with `optimizer.step()`."""
+        """Called after that before a step that user code makes with `optimizer.step()`."""
 
     def stepped(self, step: Step, optimizer: Any) -> None:
         """Called after each step of an optimizer, and after the user's hooks on it."""

@@ -170,12 +170,12 @@ def beyond(model: str, workers: int, **arguments: Any) -> list[Any]:
 Costs = list[tuple[int, int, int]]
 TABLE: dict[str, tuple[int, dict[str, Any], dict[str, Costs]]] = {
     "one worker": (1, {}, {"mlp": [(1, 0, 45)], "conv": [(3, 0, 55)], "gpt": [(3, 0, 55)]}),
-    "two workers": (2, {}, {"mlp": [(1, 1, 71)] * 2, "conv": [(6, 1, 104)] * 2, "gpt": [(11, 1, 87)] * 2}),
-    "two parts": (1, {"parts": 2}, {"mlp": [(13, 0, 193)], "conv": [(38, 0, 297)], "gpt": [(28, 0, 290)]}),
+    "two workers": (2, {}, {"mlp": [(1, 1, 63)] * 2, "conv": [(5, 1, 96)] * 2, "gpt": [(10, 1, 79)] * 2}),
+    "two parts": (1, {"parts": 2}, {"mlp": [(13, 0, 192)], "conv": [(38, 0, 296)], "gpt": [(28, 0, 289)]}),
     "three parts and one": (
         2,
         {"parts": 4, "elastic": ElasticConfig(shares=[3.0, 1.0])},
-        {"mlp": [(19, 1, 335), (5, 1, 113)], "conv": [(46, 1, 497), (6, 1, 130)], "gpt": [(39, 1, 506), (11, 1, 124)]},
+        {"mlp": [(19, 1, 327), (5, 1, 105)], "conv": [(46, 1, 489), (5, 1, 122)], "gpt": [(39, 1, 498), (10, 1, 116)]},
     ),
 }
 RARER = {"two parts", "three parts and one"}
