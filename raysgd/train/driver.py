@@ -33,7 +33,7 @@ from raysgd.core.protocols import Call
 from raysgd.engine.call import Job
 from raysgd.engine.call_lock import CallLock, Claim
 from raysgd.engine.engine import Engine
-from raysgd.errors import TrainingFailedError
+from raysgd.errors import TrainingFailedError, counted
 from raysgd.train.backends import backend_of
 from raysgd.train.checkpoint_manager import CheckpointManager, RunCheckpoints
 from raysgd.train.errors import (
@@ -60,6 +60,11 @@ POLL_S = 0.5
 STOP_S = 30.0
 # For a planned change: only the ranks that save checkpoints stop at the boundary, and the others wait for them.
 HURRY_S = 2.0
+FEWER = (
+    "this run begins with %s of %d, because the others have failed and are not replaced yet. prepare_trainer keeps the samples of a "
+    "step; a function that gives each worker a batch of its own makes smaller steps. To wait for all workers, call shutdown() and start() "
+    "before the run"
+)
 
 
 @dataclass(frozen=True)
@@ -290,6 +295,9 @@ class FunctionDriver(RunCheckpoints):
         """Call the backend's hooks. Return the function's arguments for this attempt."""
         started.hooks.begin_training()
         attempt = run.begin_attempt(started.engine.world_size, started.engine.nodes)
+        attempt, ranks = replace(attempt, workers=self.workers.planned), started.engine.world_size
+        if attempt.number == 1 and attempt.workers is not None and ranks < attempt.workers:
+            logger.warning(FEWER, counted(ranks, "worker"), attempt.workers)
         payload = run.manager.payload
         return {"attempt": attempt, "checkpoint": None if payload is None else Blob(payload)}
 

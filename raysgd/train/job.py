@@ -48,6 +48,11 @@ class FunctionWorkers:
         refuse_of_torch(self.elastic, "a training function owns its optimizers")
         refuse_comparison(self.elastic, "a training function owns its models, so nothing else knows them")
 
+    @property
+    def planned(self) -> int | None:
+        """How many workers a run has unless some are missing; None if fewer are enough to start."""
+        return self.num_workers if self.start_with in (None, self.num_workers) else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionJob:

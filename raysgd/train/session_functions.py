@@ -66,12 +66,14 @@ class Stopped(BaseException):
 class Attempt:
     """What the driver sends to every rank for one attempt to run a training function.
 
+    workers     how many there should be; None if any number may begin a run
     checkpoint  the newest checkpoint of the run, as bytes
     reports     how many rounds earlier attempts of the run have reported
     """
 
     run: int
     number: int = 0
+    workers: int | None = None
     checkpoint: bytes | None = None
     reports: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -114,6 +116,7 @@ class Session:
         objects: dict[str, Any] | None = None,
     ) -> None:
         self.rank_info, self.attempt, self.commit, self.at_boundary = rank_info, attempt, commit, at_boundary
+        self.planned_ranks = attempt.workers or rank_info.world_size  # which define the batch of a step
         self.precision: Any = None  # set by train.torch.accelerate
         self.is_elastic = False  # whether this attempt has called train.elastic
         self._objects, self._asked = {} if objects is None else objects, set[str]()

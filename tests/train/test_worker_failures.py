@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from raysgd import train
+from raysgd import ElasticConfig, train
 from raysgd.train import Checkpoint, Trainer
+from raysgd.train.session_functions import current as session
 from tests.faults import once
 
 pytestmark = pytest.mark.elastic
@@ -38,6 +39,22 @@ def test_new_workers_join_at_a_checkpoint(ray_cluster: None, tmp_path: Path) -> 
         assert first == second, "no step was lost or repeated"
         assert first[:2] == [2, 2] and 1 in first
         assert [recovery.reason for recovery in trainer.recoveries] == ["worker death", "growth"]
+
+
+def test_a_run_that_begins_with_fewer_workers_says_so(
+    ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def function(config: dict[str, Any]) -> tuple[int, int]:
+        if train.world_rank() == 1:
+            kill_once(config)
+        return train.world_size(), session("a test").planned_ranks
+
+    elastic = ElasticConfig(grow=False)
+    with Trainer("none", num_workers=2, logdir=tmp_path / "logs", elastic=elastic) as trainer:
+        for _ in range(2):
+            assert trainer.run(function, {"marks": str(tmp_path)}) == [(1, 2)]
+    begins = [each.getMessage() for each in caplog.records if "this run begins" in each.getMessage()]
+    assert len(begins) == 1 and begins[0].startswith("this run begins with 1 worker of 2")
 
 
 @pytest.mark.more

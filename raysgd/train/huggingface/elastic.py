@@ -128,10 +128,22 @@ class Elastic(WeightsInMemory):
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         inner: Any = super()
+        weight = self.weight
+        if not model.training and self._multiplies_by_ranks(kwargs.get("num_items_in_batch")):
+            assert self.continuation is not None
+            weight = 1 / self.continuation.rank_ratio
+            kwargs["num_items_in_batch"] = kwargs["num_items_in_batch"] * weight
         found = inner.compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
-        if self.weight == 1:
+        if weight == 1:
             return found
-        return (found[0] * self.weight, *found[1:]) if return_outputs else found * self.weight
+        return (found[0] * weight, *found[1:]) if return_outputs else found * weight
+
+    def _multiplies_by_ranks(self, items: Any) -> bool:
+        """Whether transformers multiplies a loss in an evaluation by the number of ranks, because
+        it believes that the model has divided it by the `items` of all of them."""
+        believed = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        known = self.continuation is not None and items is not None and self.args.average_tokens_across_devices
+        return known and believed and own_loss(self).__module__.startswith("transformers.")
 
 
 def _first_with(name: str, *kinds: type) -> type:
@@ -229,7 +241,7 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._session = trainer, current("elastic")
-        args, info = trainer.args, self._session.rank_info
+        args = trainer.args
         self._pending: dict[str, Any] | None = None
         self._restored = self._stepped = False
         self._by_reference = True
@@ -237,7 +249,11 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         self._frozen: dict[str, Any] = {}  # the first values of each parameter that the optimizer does not change
         self._sampler: PartSampler | None = None
         self._parts: Iterator[RankPart] = iter(())
-        first = {"ranks": info.world_size, "steps": args.gradient_accumulation_steps, "batch": args.train_batch_size}
+        first = {
+            "ranks": self._session.planned_ranks,
+            "steps": args.gradient_accumulation_steps,
+            "batch": args.train_batch_size,
+        }
         self._state = elastic({"trainer": self, **first})
         self._per_step = self._state["ranks"] * self._state["steps"]
 

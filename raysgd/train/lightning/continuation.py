@@ -51,7 +51,7 @@ class Continuation:
         self._loader: DividedLoader | None = None
         self._found: dict[str, Any] = {}  # the commit from which the fit has not resumed yet
         self._random: Any = None  # the states of the random generators at the batch with which it resumes
-        self._state = elastic({"trainer": self, "workers": session.rank_info.world_size})
+        self._state = elastic({"trainer": self, "workers": session.planned_ranks})
         if self._found:
             trainer.ckpt_path = COMMIT
 

@@ -104,6 +104,22 @@ def test_it_is_stopped_once(rank: FunctionRank, tmp_path: Path, monkeypatch: pyt
     assert_equal(found, undisturbed)
 
 
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_a_worker_is_missing_from_the_beginning(rank: FunctionRank, tmp_path: Path, kind: str) -> None:
+    """A step has the samples of both workers. The loss of an evaluation is what transformers has with both: that of models that do
+    not divide it by the number of labels is multiplied by the number of workers, since transformers 5."""
+    config = {"kind": kind, "samples": 48, "folder": str(tmp_path)}
+    expected = rank.run(train_func, {**config, "arguments": {"gradient_accumulation_steps": 4}}, run=1)
+    found = rank.run(train_func, {**config, "arguments": {"gradient_accumulation_steps": 2}}, run=2, workers=2)
+    multiplies = kind == "bert" and hasattr(Trainer, "loss_is_scaled_for_ga")
+    evaluations = [(step, loss * 2 if multiplies else loss) for step, loss in expected.pop("evaluations")]
+    assert [step for step, _ in found["evaluations"]] == [step for step, _ in evaluations] != []
+    for (_, loss), (_, usual) in zip(found.pop("evaluations"), evaluations, strict=True):
+        assert loss == pytest.approx(usual, rel=1e-6)
+    assert_equal({**found, "evaluations": []}, {**expected, "evaluations": []})
+    assert found["step"] == 6
+
+
 @pytest.mark.parametrize(("where", "step"), [("evaluation", 10), ("end", 0)])
 def test_early_stopping_and_the_best_model(rank: FunctionRank, tmp_path: Path, where: str, step: int) -> None:
     """At the end, the weights are already those of the best model, and the last commit has the newest ones."""

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("group")
 class Recording(Session):
     """The session of one attempt, which adds to the rounds of those before it."""
 
-    def __init__(self, commit: Commit, rounds: list[Any]) -> None:
-        attempt = Attempt(run=0, reports=len(rounds))
+    def __init__(self, commit: Commit, rounds: list[Any], workers: int | None = None) -> None:
+        attempt = Attempt(run=0, reports=len(rounds), workers=workers)
         super().__init__(RankInfo(), Control(), attempt, Codec(), commit=commit)
         self.rounds = rounds
 
@@ -104,6 +104,14 @@ def test_each_epoch_is_reported_once(tmp_path: Path, place: str) -> None:
         saved = torch.load(Path(folder, "checkpoint.ckpt"), weights_only=False)
     for name, value in found["weights"].items():
         assert torch.equal(saved["state_dict"][name], value)
+
+
+def test_a_worker_is_missing_from_the_beginning() -> None:
+    """Two workers would have two micro-batches of 4 samples each in a step."""
+    with running(Recording(Commit(), [], workers=2)):
+        found = fit({})
+    assert [len(each) for each in found["samples"]] == [16] * 12
+    assert sorted(each for step in found["samples"][:6] for each in step) == list(range(96))
 
 
 def test_a_fit_of_a_checkpoints_file_continues(tmp_path: Path) -> None:
