@@ -194,8 +194,9 @@ def failed_error(
     lines = [f"training failed: {why}."]
     for recovery in recoveries:
         ranks = ", ".join(map(str, recovery.removed_ranks)) or "none"
+        where = f" in epoch {recovery.epoch}, batch {recovery.batch}" if recovery.epoch else ""
         lines.append(
-            f"  {recovery.reason} in epoch {recovery.epoch}, batch {recovery.batch}, ranks that failed or left: {ranks}"
+            f"  {recovery.reason}{where}, ranks that failed or left: {ranks}"
             f" ({recovery.world_size_before} -> {counted(recovery.world_size_after, 'worker')}): {recovery.detail}"
         )
     if any(recovery.reason == DATA_LOADER for recovery in recoveries):

@@ -81,9 +81,8 @@ class RecoveryLog:
         )
         self.recoveries.append(recovery)
         if continues:
-            how = (
-                f" {_describe_start(revived)}, {counted(redone, 'batch', 'batches')} redone," if _has_begun(at) else ""
-            )
+            how = f" {_describe_start(revived)}," if _has_begun(at) else ""
+            how += f" {counted(redone, 'batch', 'batches')} redone," if at.epoch else ""
             logger.warning(
                 "%s: %straining continues with %s (%d before),%s after %.2f s",
                 recovery.reason,
@@ -307,7 +306,7 @@ class RecoveryLoop:
         case.logged = True
         self._log.on_wait(f"a new process group after: {case.seen.reason}")
         seen, at = case.seen, case.furthest
-        where = f" in epoch {at.epoch}, batch {at.batches}" if _has_begun(at) else ""
+        where = f" in epoch {at.epoch}, batch {at.batches}" if at.epoch else ""  # which functions count themselves
         if seen.reason == DATA_LOADER:
             action = "Restarting this loader and continuing after the last committed batch"
             logger.warning("data loader failure%s: %s. %s", where, seen.detail, action)

@@ -75,8 +75,8 @@ class ElasticState:
         self._commit: Commit = session.commit
         if session.is_elastic:
             raise ConfigError(
-                "train.elastic() was called twice in this function, and there is one commit for each: pass all that continues to one call. "
-                "A prepared Trainer of transformers or Lightning makes it, too: run one of them in a function"
+                "this function has called train.elastic() twice, or has trained with two prepared Trainers of transformers or Lightning. A "
+                "function has one commit. Pass all that continues to one call, or run each Trainer in a function of its own"
             )
         session.is_elastic = True
         self._parts = {name: _unwrap(part) for name, part in parts.items() if _has_state_dict(part)}
