@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -326,6 +327,33 @@ def snapshots() -> dict[str, Any]:
     return {"early": early, "steps": [each.progress.step for each, _ in sent], "difference": max(differences)}
 
 
+def streams() -> dict[str, list[float]]:
+    """Return what a stream reads that another one, which is held, will have written, by what orders them."""
+    other, found = module.Stream(), dict[str, list[float]]()
+    orders: dict[str, Callable[[], Any]] = {
+        "nothing": lambda: None,
+        "event": lambda: stream.wait_event(other.record_event()),
+        "stream": lambda: stream.wait_stream(other),
+    }
+    for name, order in orders.items():
+        x = torch.zeros(2, device=DEVICE)
+        module.synchronize()
+        other.hold()
+        with module.stream(other):
+            x.fill_(1)
+            written = other.record_event()
+        order()
+        y, read = x.clone(), stream.record_event()
+        if name == "nothing":
+            read.synchronize()
+        assert not written.query() and read.query() == (name == "nothing")
+        other.release()
+        module.synchronize()
+        assert written.query()
+        found[name] = [float(each) for each in torch.cat([x, y])]
+    return found
+
+
 def waiting() -> list[str]:
     """Return the stack of a rank that waits for the device's stream, which hangs, in raysgd's own function."""
     late_group.install()
@@ -366,6 +394,6 @@ if __name__ == "__main__":
     parts: dict[str, Any] = {"cases": {name: measured(name) for name in CASES}}
     parts |= {
         part.__name__: part()
-        for part in (moved, kept_buffers, copied_beside, snapshots, reading, hung, waiting, broken)
+        for part in (streams, moved, kept_buffers, copied_beside, snapshots, reading, hung, waiting, broken)
     }
     print(json.dumps(parts))

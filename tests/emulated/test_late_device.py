@@ -55,6 +55,10 @@ def test_the_weights_are_those_of_the_cpu(found: dict[str, Any]) -> None:
     )
 
 
+def test_only_an_event_orders_two_streams(found: dict[str, Any]) -> None:
+    assert found["streams"] == {"nothing": [1, 1, 0, 0], "event": [1, 1, 1, 1], "stream": [1, 1, 1, 1]}
+
+
 def test_raysgd_moves_all_that_it_should(found: dict[str, Any]) -> None:
     """A state that one device has saved continues on the other, with models, buffers, moments and averages there."""
     assert found["moved"]["differences"] == pytest.approx([0.0, 0.0], abs=1e-6)
