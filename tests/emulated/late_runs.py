@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import tempfile
@@ -10,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from raysgd.torch.parts import Parts
 from raysgd.training.step import Step
 from tests.emulated import late_group
 from tests.emulated.late_device import DEVICE, module, stream
-from tests.emulated.late_stream import MOST_AHEAD
+from tests.emulated.late_stream import MOST_AHEAD, Stream
 from tests.emulated.on_late import Net, OnLate, rows
 from tests.faults import until
 from tests.replicas import torch_rank
@@ -203,6 +204,82 @@ def reading() -> dict[str, Any]:
             found[name] = " ".join(trainer.get_local_operator().events)
             states.append(state_of(trainer))
     return {**found, "difference": max(float((states[0] - each).abs().max()) for each in states)}
+
+
+class Behind(Net):
+    """Lets the device, or the copies to it, be several steps late. The last batch is smaller."""
+
+    streams: Sequence[Stream] = ()  # that of the device, and that of the copies
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.register_data(train_loader=DataLoader(TensorDataset(*rows(197)), batch_size=8))
+        self.numbers = itertools.count()
+        self.model.register_forward_pre_hook(lambda *_: self.hold())
+
+    def hold(self) -> None:
+        place = next(self.numbers) % 25 % 6  # both continue before the last step of an epoch
+        for number, each in enumerate(self.streams):
+            if place == 1 + 2 * number:
+                each.hold()
+            elif place == 3 + 2 * number:
+                each.release()
+
+
+class TwoBack(Behind):
+    """Trains with views of an earlier batch, of which it keeps no other tensor, and keeps all targets."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.earlier: list[Any] = []
+        self.targets: list[torch.Tensor] = []
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.earlier.append((batch[0][:], batch[1]))
+        self.targets.append(batch[1])
+        del batch
+        return super().train_batch(self.earlier.pop(0) if len(self.earlier) > 2 else self.earlier[-1], batch_info)
+
+
+LATE_BATCHES: dict[str, tuple[type[Behind], TrainingOptions]] = {
+    "usual": (Behind, TrainingOptions()),
+    "accumulate": (Behind, TrainingOptions(accumulate=4)),
+    "two back": (TwoBack, TrainingOptions()),
+}
+
+
+def batches() -> dict[str, Any]:
+    """Train three epochs with the carrier of CUDA. Return the largest difference to the CPU's weights and kept targets, and
+    for how many tensors memory was allocated in each epoch: a stream is registered for each."""
+    return {name: late_batches(*case) for name, case in LATE_BATCHES.items()}
+
+
+def late_batches(operator: type[Behind], options: TrainingOptions) -> dict[str, Any]:
+    registered, states = [0], []
+
+    def register(*_: Any) -> None:
+        registered[-1] += 1
+
+    class Late(OnLate, operator):  # type: ignore[valid-type,misc]
+        pass
+
+    def carry(*given: Any, **named: Any) -> Any:
+        carrier = prefetching(*given, **named)
+        Late.streams = stream, carrier._own
+        return carrier
+
+    for kind, carriers in ((operator, make_carrier), (Late, carry)):
+        with (
+            patch.object(replica, "make_carrier", carriers),
+            patch.object(torch.Tensor, "record_stream", register),
+            TorchTrainer(training_operator_cls=kind, use_gpu=False, seed=1, options=options) as trainer,
+        ):
+            for _ in range(3):
+                trainer.train()
+                registered.append(0)
+            kept = [each.cpu().flatten().double() for each in getattr(trainer.get_local_operator(), "targets", ())]
+            states.append(torch.cat([state_of(trainer), *kept]))
+    return {"difference": float((states[0] - states[1]).abs().max()), "allocated": registered[-4:-1]}
 
 
 class LeftBehind(LateNet):
@@ -394,6 +471,6 @@ if __name__ == "__main__":
     parts: dict[str, Any] = {"cases": {name: measured(name) for name in CASES}}
     parts |= {
         part.__name__: part()
-        for part in (streams, moved, kept_buffers, copied_beside, snapshots, reading, hung, waiting, broken)
+        for part in (streams, batches, moved, kept_buffers, copied_beside, snapshots, reading, hung, waiting, broken)
     }
     print(json.dumps(parts))

@@ -59,6 +59,13 @@ def test_only_an_event_orders_two_streams(found: dict[str, Any]) -> None:
     assert found["streams"] == {"nothing": [1, 1, 0, 0], "event": [1, 1, 1, 1], "stream": [1, 1, 1, 1]}
 
 
+def test_no_batch_is_overwritten_although_memory_is_used_again(found: dict[str, Any]) -> None:
+    """In each epoch only the smaller last batch, and the next, have new memory; and those that user code still holds."""
+    allocated = {name: each["allocated"][1:] for name, each in found["batches"].items()}
+    assert allocated == {"usual": [4, 4], "accumulate": [4, 4], "two back": [50, 50]}
+    assert {each["difference"] for each in found["batches"].values()} == {0.0}
+
+
 def test_raysgd_moves_all_that_it_should(found: dict[str, Any]) -> None:
     """A state that one device has saved continues on the other, with models, buffers, moments and averages there."""
     assert found["moved"]["differences"] == pytest.approx([0.0, 0.0], abs=1e-6)
