@@ -354,7 +354,8 @@ def hung() -> dict[str, Any]:
 
 
 def copied_beside() -> dict[str, Any]:
-    """Save and copy a state while the device does nothing, and change the weights and a buffer afterwards."""
+    """Save and copy a state while the device does nothing, and change the weights and a buffer afterwards. Then train,
+    while only the copies to the host are late."""
     found: dict[str, Any] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -365,16 +366,33 @@ def copied_beside() -> dict[str, Any]:
         operator, before, waits = trainer.get_local_operator(), state_of(trainer), stream.waits.copy()
         stream.hold()
         handle = trainer.save(Path(folder, "state.pt"), blocking=False)
-        copy = HostMemory(DEVICE, module).copy(packing.pack(operator.model.state_dict()))
+        with patch.object(module, "free", 0):  # so the copy is between two steps
+            memory = HostMemory(DEVICE, module)
+            copy = memory.copy(packing.pack(operator.model.state_dict()))
         for each in operator.model.state_dict().values():
             each.add_(1)
+        found["between"] = memory._beside is None
         found["waits"], found["done"] = dict(stream.waits - waits), handle.done()
         stream.release()
-        with copy as (content,):
-            copied = torch.cat([each.flatten().double() for each in packing.unpack(content).values()])
+        copied = content_of(copy)
         found["copied"] = float((copied - before[: len(copied)]).abs().max())
         trainer.load(handle.result(60))
-        return {**found, "saved": float((state_of(trainer) - before).abs().max())}
+        found["saved"] = float((state_of(trainer) - before).abs().max())
+        memory = HostMemory(DEVICE, module)
+        for _ in range(2):  # the first one makes the stream
+            copy = memory.copy(packing.pack(operator.model.state_dict()))
+            memory._beside.hold()
+        trainer.train(num_steps=2)
+        after = state_of(trainer)[: len(copied)]
+        found["late"] = not copy._copied.query()
+        memory._beside.release()
+        trained, stayed = (float((content_of(copy) - each).abs().max()) for each in (after, before[: len(copied)]))
+        return {**found, "trained": trained > 0.001, "stayed": stayed}
+
+
+def content_of(copy: Any) -> torch.Tensor:
+    with copy as (content,):
+        return torch.cat([each.flatten().double() for each in packing.unpack(content).values()])
 
 
 def snapshots() -> dict[str, Any]:

@@ -154,6 +154,7 @@ class DeviceModule(_DummyBackendModule):
     """What is `torch.late`, as `torch.cuda` is for CUDA. Each thread has a current stream."""
 
     Event = Event
+    free = 1 << 29  # bytes, of which nothing is counted
 
     def __init__(self, first: AnyStream) -> None:
         self._streams, self._current = [first], threading.local()
@@ -180,6 +181,9 @@ class DeviceModule(_DummyBackendModule):
         for each in self._streams[1:]:
             self._streams[0].wait_stream(each)
         self._streams[0].wait("synchronize")
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return self.free, 1 << 30
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]

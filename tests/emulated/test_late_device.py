@@ -91,7 +91,15 @@ def test_the_next_batch_is_read_when_a_backward_pass_is_launched(found: dict[str
 
 
 def test_a_copy_of_the_state_waits_on_the_device_and_has_the_bits_of_its_step(found: dict[str, Any]) -> None:
-    assert found["copied_beside"] == {"waits": {}, "done": False, "copied": 0.0, "saved": 0.0}
+    copied = found["copied_beside"]
+    assert (
+        copied["between"] and not copied["done"] and (copied["waits"], copied["copied"], copied["saved"]) == ({}, 0, 0)
+    )
+
+
+def test_steps_do_not_wait_until_the_state_is_on_the_host(found: dict[str, Any]) -> None:
+    copied = found["copied_beside"]
+    assert [copied[name] for name in ("late", "trained", "stayed")] == [True, True, 0.0]
 
 
 def test_a_snapshot_has_what_its_step_has_made_although_others_were_launched(found: dict[str, Any]) -> None:
