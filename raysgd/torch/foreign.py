@@ -384,6 +384,13 @@ def content_version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def storage_uses(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many have this tensor's memory, and where that is: more if they are other tensors, those
+    that autograd has saved, or the storage's variables in Python; elsewhere once it was resized."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage), storage.data_ptr()
+
+
 def multiply_all(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply all tensors in place, with one kernel on a GPU."""
     if tensors:

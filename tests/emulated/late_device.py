@@ -1,17 +1,20 @@
-"""A device "late" in pure Python: as a GPU, it computes later, in one stream, while the host runs ahead.
+"""A device "late" in pure Python: as a GPU, it computes later, in streams, while the host runs ahead.
 
     from tests.emulated.late_device import stream
 
     x = torch.ones(3, device="late")     # returns at once
     x.sum().item()                       # waits for the device: `stream.waits` has the operation, and who waited
     torch.late.current_stream().synchronize()
+    with torch.late.stream(torch.late.Stream()):
+        y = x + 1                        # in another stream, and perhaps before `x`: only an event orders them
 
 Importing it registers a device in torch (2.10 or newer) until the process ends: only scripts and Ray workers do that.
 
 A tensor of this device is a plain `torch.Tensor` that shares its memory with one on the CPU, on which the thread of the
 stream computes. So contents, strides, views and storages are real, and results are those of the CPU. A view costs no
 launch; an operation on lists of tensors costs one, or one for each tensor if the types in a list differ, as on CUDA. An
-operation on tensors of two devices is refused. There is one stream, no pinned memory, and the CPU's random numbers.
+operation on tensors of two devices is refused. There is no pinned memory, and the CPU's random numbers. A backward pass
+computes in the first stream, and memory that was freed is not used again before all streams are done with it.
 """
 
 from __future__ import annotations
@@ -92,7 +95,7 @@ def _on_meta(value: Any) -> Any:
 
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Launch an operation, and return its results, whose contents come later."""
-    name = op._schema.name
+    name, current = op._schema.name, module.current_stream()
     tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     others = [each for each in tensors if not is_late(each)]
     if any(each.dim() for each in others):
@@ -108,13 +111,13 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
         storage = tensors[0].untyped_storage()  # a view
         return tree_map(lambda each: _on_late(each, storage), op(*given, **named))
     if all(each.alias_info is not None for each in returns):
-        stream.launch(lambda: op(*given, **named), _launches(name, args))
+        current.launch(lambda: op(*given, **named), _launches(name, args))
         changed = [passed[each.name] for each in writes][: len(returns)]
         return changed[0] if len(changed) == 1 else tuple(changed) or None
     try:
         shapes = _shapes(op, args, kwargs)
     except RuntimeError:  # the shapes depend on the contents, or it returns a number
-        stream.wait(_NAMES.get(name, name.removeprefix("aten::")))
+        current.wait(_NAMES.get(name, name.removeprefix("aten::")))
         return tree_map(lambda each: _on_late(each) if isinstance(each, torch.Tensor) else each, op(*given, **named))
     made = tree_map(lambda each: None if each is None else _empty_as(each), shapes)
 
@@ -123,7 +126,7 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
             if each is not None and each.numel():  # batch_norm in a validation leaves out on the CPU what CUDA returns
                 into.copy_(each)
 
-    stream.launch(compute, _launches(name, args))
+    current.launch(compute, _launches(name, args))
     return tree_map(lambda each: None if each is None else _on_late(each), made)
 
 
@@ -167,11 +170,12 @@ def _launches(name: str, args: tuple[Any, ...]) -> int:
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Copy to, from or on the device. Memory of the host is not pinned: it is copied before this returns."""
     into, content = on_cpu(target), on_cpu(source) if is_late(source) else source.clone()
-    stream.launch(lambda: into.copy_(content))
+    current = module.current_stream()
+    current.launch(lambda: into.copy_(content))
     if not is_late(target) and not non_blocking:
-        stream.wait("copy to the host")
+        current.wait("copy to the host")
     elif not is_late(source) and not non_blocking:
-        stream.wait("copy to the device")
+        current.wait("copy to the device")
     return target
 
 
@@ -210,13 +214,13 @@ _OWN: dict[str, Callable[..., Any]] = {
     "set_.source_Storage_storage_offset": _set_,
     "resize_": _resize_one,
     "_copy_from": _copy_from,
-    "record_stream": lambda tensor, stream: None,
     "convolution_overrideable": lambda *given: _run(aten.convolution.default, *given),
     "convolution_backward_overrideable": _convolution_backward,
 }
 _usual_clone: Any = torch.UntypedStorage.clone
 _usual_to = nn.Module.to
 torch.UntypedStorage.clone, nn.Module.to = _clone, _to  # type: ignore[assignment,method-assign]
+torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]  # a stream is none of torch's
 for _name, _function in _OWN.items():
     _aten.impl(_name, _function, "PrivateUse1")
 # Torch would compose the former of one operation for each tensor, and the latter of those with `out`.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import tempfile
@@ -10,6 +11,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from raysgd.torch.parts import Parts
 from raysgd.training.step import Step
 from tests.emulated import late_group
 from tests.emulated.late_device import DEVICE, module, stream
-from tests.emulated.late_stream import MOST_AHEAD
+from tests.emulated.late_stream import MOST_AHEAD, Stream
 from tests.emulated.on_late import Net, OnLate, rows
 from tests.faults import until
 from tests.replicas import torch_rank
@@ -204,6 +206,82 @@ def reading() -> dict[str, Any]:
     return {**found, "difference": max(float((states[0] - each).abs().max()) for each in states)}
 
 
+class Behind(Net):
+    """Lets the device, or the copies to it, be several steps late. The last batch is smaller."""
+
+    streams: Sequence[Stream] = ()  # that of the device, and that of the copies
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.register_data(train_loader=DataLoader(TensorDataset(*rows(197)), batch_size=8))
+        self.numbers = itertools.count()
+        self.model.register_forward_pre_hook(lambda *_: self.hold())
+
+    def hold(self) -> None:
+        place = next(self.numbers) % 25 % 6  # both continue before the last step of an epoch
+        for number, each in enumerate(self.streams):
+            if place == 1 + 2 * number:
+                each.hold()
+            elif place == 3 + 2 * number:
+                each.release()
+
+
+class TwoBack(Behind):
+    """Trains with views of an earlier batch, of which it keeps no other tensor, and keeps all targets."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.earlier: list[Any] = []
+        self.targets: list[torch.Tensor] = []
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.earlier.append((batch[0][:], batch[1]))
+        self.targets.append(batch[1])
+        del batch
+        return super().train_batch(self.earlier.pop(0) if len(self.earlier) > 2 else self.earlier[-1], batch_info)
+
+
+LATE_BATCHES: dict[str, tuple[type[Behind], TrainingOptions]] = {
+    "usual": (Behind, TrainingOptions()),
+    "accumulate": (Behind, TrainingOptions(accumulate=4)),
+    "two back": (TwoBack, TrainingOptions()),
+}
+
+
+def batches() -> dict[str, Any]:
+    """Train three epochs with the carrier of CUDA. Return the largest difference to the CPU's weights and kept targets, and
+    for how many tensors memory was allocated in each epoch: a stream is registered for each."""
+    return {name: late_batches(*case) for name, case in LATE_BATCHES.items()}
+
+
+def late_batches(operator: type[Behind], options: TrainingOptions) -> dict[str, Any]:
+    registered, states = [0], []
+
+    def register(*_: Any) -> None:
+        registered[-1] += 1
+
+    class Late(OnLate, operator):  # type: ignore[valid-type,misc]
+        pass
+
+    def carry(*given: Any, **named: Any) -> Any:
+        carrier = prefetching(*given, **named)
+        Late.streams = stream, carrier._own
+        return carrier
+
+    for kind, carriers in ((operator, make_carrier), (Late, carry)):
+        with (
+            patch.object(replica, "make_carrier", carriers),
+            patch.object(torch.Tensor, "record_stream", register),
+            TorchTrainer(training_operator_cls=kind, use_gpu=False, seed=1, options=options) as trainer,
+        ):
+            for _ in range(3):
+                trainer.train()
+                registered.append(0)
+            kept = [each.cpu().flatten().double() for each in getattr(trainer.get_local_operator(), "targets", ())]
+            states.append(torch.cat([state_of(trainer), *kept]))
+    return {"difference": float((states[0] - states[1]).abs().max()), "allocated": registered[-4:-1]}
+
+
 class LeftBehind(LateNet):
     """Adds a tensor that only its own code could move."""
 
@@ -276,7 +354,8 @@ def hung() -> dict[str, Any]:
 
 
 def copied_beside() -> dict[str, Any]:
-    """Save and copy a state while the device does nothing, and change the weights and a buffer afterwards."""
+    """Save and copy a state while the device does nothing, and change the weights and a buffer afterwards. Then train,
+    while only the copies to the host are late."""
     found: dict[str, Any] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -287,16 +366,33 @@ def copied_beside() -> dict[str, Any]:
         operator, before, waits = trainer.get_local_operator(), state_of(trainer), stream.waits.copy()
         stream.hold()
         handle = trainer.save(Path(folder, "state.pt"), blocking=False)
-        copy = HostMemory(DEVICE, module).copy(packing.pack(operator.model.state_dict()))
+        with patch.object(module, "free", 0):  # so the copy is between two steps
+            memory = HostMemory(DEVICE, module)
+            copy = memory.copy(packing.pack(operator.model.state_dict()))
         for each in operator.model.state_dict().values():
             each.add_(1)
+        found["between"] = memory._beside is None
         found["waits"], found["done"] = dict(stream.waits - waits), handle.done()
         stream.release()
-        with copy as (content,):
-            copied = torch.cat([each.flatten().double() for each in packing.unpack(content).values()])
+        copied = content_of(copy)
         found["copied"] = float((copied - before[: len(copied)]).abs().max())
         trainer.load(handle.result(60))
-        return {**found, "saved": float((state_of(trainer) - before).abs().max())}
+        found["saved"] = float((state_of(trainer) - before).abs().max())
+        memory = HostMemory(DEVICE, module)
+        for _ in range(2):  # the first one makes the stream
+            copy = memory.copy(packing.pack(operator.model.state_dict()))
+            memory._beside.hold()
+        trainer.train(num_steps=2)
+        after = state_of(trainer)[: len(copied)]
+        found["late"] = not copy._copied.query()
+        memory._beside.release()
+        trained, stayed = (float((content_of(copy) - each).abs().max()) for each in (after, before[: len(copied)]))
+        return {**found, "trained": trained > 0.001, "stayed": stayed}
+
+
+def content_of(copy: Any) -> torch.Tensor:
+    with copy as (content,):
+        return torch.cat([each.flatten().double() for each in packing.unpack(content).values()])
 
 
 def snapshots() -> dict[str, Any]:
@@ -324,6 +420,33 @@ def snapshots() -> dict[str, Any]:
         differences += [float((state[name] - each).abs().max()) for name, each in expected.items()]
         differences.append(abs(message.partial.metrics["train_loss"] - result["train_loss"]))
     return {"early": early, "steps": [each.progress.step for each, _ in sent], "difference": max(differences)}
+
+
+def streams() -> dict[str, list[float]]:
+    """Return what a stream reads that another one, which is held, will have written, by what orders them."""
+    other, found = module.Stream(), dict[str, list[float]]()
+    orders: dict[str, Callable[[], Any]] = {
+        "nothing": lambda: None,
+        "event": lambda: stream.wait_event(other.record_event()),
+        "stream": lambda: stream.wait_stream(other),
+    }
+    for name, order in orders.items():
+        x = torch.zeros(2, device=DEVICE)
+        module.synchronize()
+        other.hold()
+        with module.stream(other):
+            x.fill_(1)
+            written = other.record_event()
+        order()
+        y, read = x.clone(), stream.record_event()
+        if name == "nothing":
+            read.synchronize()
+        assert not written.query() and read.query() == (name == "nothing")
+        other.release()
+        module.synchronize()
+        assert written.query()
+        found[name] = [float(each) for each in torch.cat([x, y])]
+    return found
 
 
 def waiting() -> list[str]:
@@ -360,12 +483,11 @@ def broken() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # The device has no pinned memory, and its stream is none of torch's.
-    prefetch._pinned, torch.Tensor.record_stream = lambda tensor: tensor, lambda *_: None  # type: ignore[method-assign]
+    prefetch._pinned = lambda tensor: tensor  # the device has no pinned memory
     host_memory._pinned = partial(torch.empty, dtype=torch.uint8)
     parts: dict[str, Any] = {"cases": {name: measured(name) for name in CASES}}
     parts |= {
         part.__name__: part()
-        for part in (moved, kept_buffers, copied_beside, snapshots, reading, hung, waiting, broken)
+        for part in (streams, batches, moved, kept_buffers, copied_beside, snapshots, reading, hung, waiting, broken)
     }
     print(json.dumps(parts))

@@ -1,4 +1,4 @@
-"""The stream of the late device: a thread that runs what was launched, while the host continues."""
+"""The streams of the late device: threads that run what was launched, while the host continues."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import Queue
 from types import FrameType
 from typing import Any
@@ -30,21 +30,28 @@ def _as_torchs(function: Any) -> Any:
 
 
 class Event:
-    """A moment of the stream, for which another thread can wait."""
+    """A moment of a stream, for which other streams and threads can wait. It may be recorded again."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
+        self.reached.set()  # as one that was never recorded
 
     def synchronize(self) -> None:
         self.reached.wait()
 
+    def query(self) -> bool:
+        return self.reached.is_set()
+
 
 class Stream:
-    """Runs what was launched, one after another, on a thread. Owns the counts and the device's error."""
+    """Runs what was launched, one after another, on a thread. The device's `first` stream owns the counts and the error of
+    all of them. What a stream does waits for another one only where an event says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: Stream | None = None) -> None:
+        self._first = first or self
         self.launched = self.done = 0
         self.waits: Counter[str] = Counter()
+        self._counts = threading.Lock()
         self._work: Queue[tuple[Callable[[], Any], int]] = Queue(MOST_AHEAD)
         self._running = threading.Event()
         self._error: BaseException | None = None
@@ -53,30 +60,33 @@ class Stream:
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)
+        first = self._first
         while True:
             call, count = self._work.get()
             self._running.wait()
             try:
-                if self._error is None or not count:
+                if first._error is None or not count:
                     call()
-                    self.done += count
+                    with first._counts:
+                        first.done += count
             except BaseException as error:
-                self._error = error
+                first._error = error
             del call  # and the memory that it holds
 
     @_as_torchs
     def launch(self, call: Callable[[], Any], count: int = 1) -> None:
         """Let the device do this later. `count` is the number of launches for which it stands."""
         self._raise_error()
-        self.launched += count
+        with self._first._counts:
+            self._first.launched += count
         self._work.put((call, count))
 
     def hold(self) -> None:
-        """Stop the device before its next operation, as a kernel of NCCL's does that waits for a peer."""
+        """Stop this stream before its next operation, as a kernel of NCCL's does that waits for a peer."""
         self._running.clear()
 
     def release(self) -> None:
-        """Let the device continue."""
+        """Let this stream continue."""
         self._running.set()
 
     def break_down(self) -> None:
@@ -89,9 +99,9 @@ class Stream:
 
     @_as_torchs
     def wait(self, operation: str) -> None:
-        """Wait until the device has done what was launched. Raise its error, if it has one. Count it, unless it is a thread
-        of raysgd, for which training does not wait."""
-        self.waits[f"{operation} in {_caller()}"] += not threading.current_thread().name.startswith("raysgd")
+        """Wait until this stream has done what was launched. Raise the device's error, if it has one. Count it, unless it is
+        a thread of raysgd, for which training does not wait."""
+        self._first.waits[f"{operation} in {_caller()}"] += not threading.current_thread().name.startswith("raysgd")
         reached = threading.Lock()
         reached.acquire()
         self._work.put((reached.release, 0))
@@ -102,20 +112,25 @@ class Stream:
     def synchronize(self) -> None:
         self.wait("synchronize")
 
-    def wait_event(self, event: Any) -> None:
-        """Do nothing: in one stream, what was launched before has been done before."""
+    def wait_event(self, event: Event) -> None:
+        """Let what is launched from now on wait for the moment at which the event was recorded last."""
+        self._work.put((event.reached.wait, 0))
 
-    def record_event(self) -> Event:
-        """Return an event that is done when everything is that was launched before it."""
-        event = Event()
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Return an event that is done when everything is that was launched in this stream before it."""
+        event = event or Event()
+        event.reached = threading.Event()
         self._work.put((event.reached.set, 0))
         return event
 
     def _raise_error(self) -> None:
-        if self._error is not None:
-            error: Any = torch.AcceleratorError(f"CUDA error: {self._error}")
+        if (cause := self._first._error) is not None:
+            error: Any = torch.AcceleratorError(f"CUDA error: {cause}")
             error.error_code = ILLEGAL_ADDRESS
-            raise error from self._error
+            raise error from cause
 
 
 def _caller() -> str:
@@ -132,19 +147,43 @@ def _caller() -> str:
     return outside
 
 
+AnyStream = Stream  # in a class that has a method of the same name
+
+
 class DeviceModule(_DummyBackendModule):
-    """What is `torch.late`, as `torch.cuda` is for CUDA. All of its streams are one."""
+    """What is `torch.late`, as `torch.cuda` is for CUDA. Each thread has a current stream."""
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
+    Event = Event
+    free = 1 << 29  # bytes, of which nothing is counted
 
-    def current_stream(self, device: Any = None) -> Stream:
-        return self._stream
+    def __init__(self, first: AnyStream) -> None:
+        self._streams, self._current = [first], threading.local()
 
-    Stream = current_stream
+    def Stream(self, device: Any = None) -> AnyStream:
+        self._streams.append(Stream(self._streams[0]))
+        return self._streams[-1]
 
-    def stream(self, other: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def current_stream(self, device: Any = None) -> AnyStream:
+        found: AnyStream = getattr(self._current, "stream", self._streams[0])
+        return found
+
+    @contextlib.contextmanager
+    def stream(self, stream: AnyStream) -> Iterator[None]:
+        before, self._current.stream = self.current_stream(), stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    @_as_torchs
+    def synchronize(self, device: Any = None) -> None:
+        """Wait for all streams."""
+        for each in self._streams[1:]:
+            self._streams[0].wait_stream(each)
+        self._streams[0].wait("synchronize")
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return self.free, 1 << 30
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]

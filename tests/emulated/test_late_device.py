@@ -55,6 +55,17 @@ def test_the_weights_are_those_of_the_cpu(found: dict[str, Any]) -> None:
     )
 
 
+def test_only_an_event_orders_two_streams(found: dict[str, Any]) -> None:
+    assert found["streams"] == {"nothing": [1, 1, 0, 0], "event": [1, 1, 1, 1], "stream": [1, 1, 1, 1]}
+
+
+def test_no_batch_is_overwritten_although_memory_is_used_again(found: dict[str, Any]) -> None:
+    """In each epoch only the smaller last batch, and the next, have new memory; and those that user code still holds."""
+    allocated = {name: each["allocated"][1:] for name, each in found["batches"].items()}
+    assert allocated == {"usual": [4, 4], "accumulate": [4, 4], "two back": [50, 50]}
+    assert {each["difference"] for each in found["batches"].values()} == {0.0}
+
+
 def test_raysgd_moves_all_that_it_should(found: dict[str, Any]) -> None:
     """A state that one device has saved continues on the other, with models, buffers, moments and averages there."""
     assert found["moved"]["differences"] == pytest.approx([0.0, 0.0], abs=1e-6)
@@ -80,7 +91,15 @@ def test_the_next_batch_is_read_when_a_backward_pass_is_launched(found: dict[str
 
 
 def test_a_copy_of_the_state_waits_on_the_device_and_has_the_bits_of_its_step(found: dict[str, Any]) -> None:
-    assert found["copied_beside"] == {"waits": {}, "done": False, "copied": 0.0, "saved": 0.0}
+    copied = found["copied_beside"]
+    assert (
+        copied["between"] and not copied["done"] and (copied["waits"], copied["copied"], copied["saved"]) == ({}, 0, 0)
+    )
+
+
+def test_steps_do_not_wait_until_the_state_is_on_the_host(found: dict[str, Any]) -> None:
+    copied = found["copied_beside"]
+    assert [copied[name] for name in ("late", "trained", "stayed")] == [True, True, 0.0]
 
 
 def test_a_snapshot_has_what_its_step_has_made_although_others_were_launched(found: dict[str, Any]) -> None:

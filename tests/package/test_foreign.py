@@ -213,6 +213,24 @@ def backward_callback() -> None:
     assert called == [1]
 
 
+def uses_of_a_storage() -> None:
+    tensor = torch.ones(4)
+    alone, weight = torch_foreign.storage_uses(tensor), torch.ones(4, requires_grad=True)
+    holders: list[Callable[[], Any]] = [
+        tensor.detach,
+        lambda: tensor[1:].view(3, 1),
+        lambda: tensor.detach().untyped_storage(),
+        lambda: (weight * tensor.detach()).sum(),  # has saved it for the backward pass
+    ]
+    for hold in holders:
+        held = hold()
+        assert torch_foreign.storage_uses(tensor) > alone
+        del held
+        assert torch_foreign.storage_uses(tensor) == alone
+    tensor.detach().untyped_storage().resize_(0)
+    assert torch_foreign.storage_uses(tensor) != alone
+
+
 TORCH: list[Callable[[], None]] = [
     loader_iterators,
     another_pass,
@@ -227,6 +245,7 @@ TORCH: list[Callable[[], None]] = [
     versions_of_modules,
     loading_by_copying,
     multiplication,
+    uses_of_a_storage,
     copies,
     changes_unnoticed,
     backward_callback,

@@ -14,21 +14,38 @@ class HostMemory:
     """Owns memory for one copy, which is used again when that is released. `cuda` is `torch.cuda`
     for a GPU, or a test's substitute.
 
-    Then the memory is pinned: the device copies what it has computed so far, and computes the next
-    step after that, while the host launches it. So nothing changes a tensor before it is copied: no
-    optimizer, no buffer of a forward pass, and no user code."""
+    Then the memory is pinned, and the host launches the next step while the device copies what it
+    has computed so far. Nothing changes a tensor before it is copied, no optimizer, no forward pass
+    and no user code, because the device copies before the next step: to other memory of its own, if
+    twice as much is free, and from there beside the step."""
 
     def __init__(self, device: torch.device, cuda: Any = None) -> None:
         self._device, self._cuda = device, torch.cuda if device.type == "cuda" else cuda
         self._kept: list[torch.Tensor] = []
+        self._beside: Any = None  # a stream
 
     def copy(self, layout: Layout) -> HostCopy:
         room = self._kept.pop() if self._kept else _room(0)  # no other thread takes it
         if room.numel() < layout.size:
             room = _pinned(layout.size) if self._cuda else _room(layout.size)
-        layout.copy_to(room, non_blocking=bool(self._cuda))
-        copied = self._cuda.current_stream(self._device).record_event() if self._cuda else None
+        copied = self._copy(layout, room)
         return HostCopy(room, layout.size, copied, self._kept)
+
+    def _copy(self, layout: Layout, room: torch.Tensor) -> Any:
+        """Copy, or let the device do it. Then return the event after that."""
+        if not self._cuda:
+            layout.copy_to(room)
+            return None
+        stream = self._cuda.current_stream(self._device)
+        if self._cuda.mem_get_info(self._device)[0] > 2 * layout.size:  # beside what steps have needed up to now
+            beside = self._beside = self._beside or self._cuda.Stream(self._device)
+            for each in layout.on_device():
+                each.record_stream(beside)
+            beside.wait_stream(stream)
+            stream = beside
+        with self._cuda.stream(stream):
+            layout.copy_to(room, non_blocking=True)
+            return stream.record_event()
 
 
 class HostCopy:

@@ -40,6 +40,12 @@ class Layout:
                 content = each.detach().contiguous().reshape(-1).view(torch.uint8)
                 room[start : start + each.nbytes].copy_(content, non_blocking=non_blocking)
 
+    def on_device(self) -> list[torch.Tensor]:
+        """Let the tensors of a GPU be copies there. Return them."""
+        made = {number: each.detach().clone() for number, each in enumerate(self._tensors) if not each.is_cpu}
+        self._tensors = [made.get(number, each) for number, each in enumerate(self._tensors)]
+        return list(made.values())
+
     def copies(self, room: torch.Tensor) -> list[torch.Tensor]:
         """The tensors that the buffer has, of which none is empty. Each has a storage of its
         own."""

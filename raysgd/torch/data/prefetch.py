@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from raysgd.torch.checkpoint.packing import has_bytes
+from raysgd.torch.foreign import storage_uses
 from raysgd.torch.parts import move
 from raysgd.training.feed import Carrier
+
+HELD = 2  # so many batches may be held by the running step and by a loop's variables
 
 
 class DeviceCarrier(Carrier):
@@ -31,6 +36,10 @@ class CudaCarrier(DeviceCarrier):
     Only tensors in plain containers are copied in advance. For objects of other types, their own
     `.to` is called when the batch is needed, because the memory that it allocates cannot be
     registered with the stream that uses it.
+
+    The memory of a batch is used again once the batch is no longer held and the device has done
+    what was launched until then: the copy waits for an event. Code that uses a batch on a stream of
+    its own must let the current stream wait for that before it drops the batch.
     """
 
     ahead = True
@@ -39,24 +48,84 @@ class CudaCarrier(DeviceCarrier):
         super().__init__(device, channels_last=channels_last)
         self._streams = streams
         self._own = streams.Stream(device)
+        self._free, self._arrived = deque[_Room](), deque[_Room]()
 
     def send(self, batch: Any) -> Any:
-        copies: list[torch.Tensor] = []
-
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            copies.append(_pinned(tensor).to(self._device, non_blocking=True))
-            return copies[-1]
-
+        room = self._free.popleft() if self._free else _Room(self._device)
         with self._streams.stream(self._own):
-            return _each_tensor(batch, copied), copies, self._own.record_event()
+            if room.left is not None:
+                self._own.wait_event(room.left)
+            room.place = 0
+            batch = _each_tensor(batch, room.copy)
+            room.copied = self._own.record_event(room.copied)
+        return batch, room
 
     def arrived(self, sent: Any) -> Any:
-        batch, copies, event = sent
+        batch, room = sent
         working = self._streams.current_stream(self._device)
-        working.wait_event(event)
-        for tensor in copies:
-            tensor.record_stream(working)  # it was allocated on the other stream, which must not reuse its memory yet
+        working.wait_event(room.copied)
+        room.register(working)
+        self._arrived.append(room)
+        if len(self._arrived) > HELD:
+            earlier = self._arrived.popleft()
+            if earlier.working == working and earlier.drop_held():
+                earlier.left = working.record_event(earlier.left)  # after the look: whoever uses it has launched that
+                self._free.append(earlier)
         return super().arrived(batch)
+
+
+class _Room:
+    """Memory of the device for one batch, which has tensors of its own that share it.
+
+    tensors  by their places in the batch, with their forms and the uses of their memory when nobody
+             else has it
+    place    of the next tensor
+    new      what was allocated for the newest batch
+    copied   the event after the copies
+    working  the stream for which all tensors that are not new are registered
+    left     the event after the last use
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.place = device, 0
+        self.tensors: dict[int, tuple[torch.Tensor, Any, Any]] = {}
+        self.new: list[torch.Tensor] = []
+        self.copied: Any = None
+        self.working: Any = None
+        self.left: Any = None
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        source, place = _pinned(tensor), self.place
+        self.place += 1
+        ordinary = type(source) is torch.Tensor and source.is_cpu and not source.requires_grad and has_bytes(source)
+        if ordinary and place in self.tensors:
+            own, form, _ = self.tensors[place]
+            if form == _form(source):
+                own.copy_(source, non_blocking=True)
+                return own.detach()
+        own = source.to(self._device, non_blocking=True)
+        self.new.append(own)
+        if not ordinary or own.is_inference():
+            return own
+        self.tensors[place] = own, _form(own), storage_uses(own)
+        return own.detach()
+
+    def register(self, working: Any) -> None:
+        """Register the stream that works with the batch: the memory was allocated on the one that
+        copies, which must not use it again before that when it is freed."""
+        if self.working not in (None, working):
+            self.new.extend(own for own, *_ in self.tensors.values())
+        for each in self.new:
+            each.record_stream(working)
+        self.working = working
+        self.new.clear()
+
+    def drop_held(self) -> bool:
+        """Leave to its users what is still used, and return whether anything is left."""
+        held = [place for place, (own, _, alone) in self.tensors.items() if storage_uses(own) != alone]
+        for place in held:
+            del self.tensors[place]
+        return bool(self.tensors)
 
 
 def make_carrier(device: torch.device, *, channels_last: bool, ahead: bool = True) -> Carrier:
@@ -69,6 +138,10 @@ def make_carrier(device: torch.device, *, channels_last: bool, ahead: bool = Tru
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     """Pin a tensor: a copy from pageable memory would wait for the device."""
     return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.pin_memory()
+
+
+def _form(tensor: torch.Tensor) -> Any:
+    return tensor.shape, tensor.dtype, tensor.stride()
 
 
 def _channels_last(tensor: torch.Tensor) -> torch.Tensor:

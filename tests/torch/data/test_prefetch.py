@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -36,7 +36,7 @@ class Streams:
         yield
         self.events.append("back")
 
-    def record_event(self) -> str:
+    def record_event(self, event: str | None = None) -> str:
         self.events.append("copied")
         return "event"
 
@@ -80,6 +80,64 @@ def test_containers_keep_their_kind(streams: Streams) -> None:
     carrier = CudaCarrier(CPU, streams=streams)
     batch = carrier.arrived(carrier.send(Point(torch.ones(1), [torch.zeros(1)])))
     assert isinstance(batch, Point) and isinstance(batch.y, list)
+
+
+def arrived(carrier: CudaCarrier, rows: int = 2) -> Any:
+    return carrier.arrived(carrier.send({"x": torch.ones(rows, 3), "y": torch.zeros(rows)}))
+
+
+def places(batch: Any) -> list[int]:
+    """Return where the memory is of a batch's tensors."""
+    return [each.untyped_storage()._cdata for each in batch.values()]
+
+
+def test_memory_is_used_again_when_nobody_holds_the_batch(streams: Streams) -> None:
+    carrier = CudaCarrier(torch.device("meta"), streams=streams)
+    seen = [places(arrived(carrier)) for _ in range(9)]
+    assert seen[3:6] == seen[:3] == seen[6:] and len({each for some in seen for each in some}) == 6
+    assert streams.events.count("claim") == 6
+    # The copy waits for the event that the memory's last use was before; then the event is for that of an earlier batch.
+    assert streams.events[-8:] == ["beside", "wait", "pin", "pin", "copied", "back", "wait", "copied"]
+
+
+HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tensor": lambda x: x,
+    "view": lambda x: x[1:].view(3, 1),
+    "storage": lambda x: x.untyped_storage(),
+    "autograd": lambda x: x * torch.ones(3, device="meta", requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_memory_that_is_held_is_left_to_its_users(streams: Streams, holder: str) -> None:
+    carrier = CudaCarrier(torch.device("meta"), streams=streams)
+    batch = arrived(carrier)
+    kept = [HOLDERS[holder](batch["x"])]
+    del batch
+    for _ in range(2):
+        arrived(carrier)
+    kept.clear()  # after the look: what uses it may have been launched since then
+    for _ in range(6):
+        arrived(carrier)
+    assert streams.events.count("claim") == 2 * 3 + 1, "only that of the tensor which was held is new"
+
+
+def test_a_batch_of_another_size_has_memory_of_its_own(streams: Streams) -> None:
+    carrier = CudaCarrier(torch.device("meta"), streams=streams)
+    sizes = [2, 2, 2, 1, 2, 2, 2]
+    assert [len(arrived(carrier, rows)["x"]) for rows in sizes] == sizes
+    assert streams.events.count("claim") == 2 * (3 + 1 + 1)
+
+
+def test_memory_is_not_used_again_if_another_stream_works_with_the_next_batches(streams: Streams) -> None:
+    carrier = CudaCarrier(torch.device("meta"), streams=streams)
+    for _ in range(2):
+        arrived(carrier)
+    carrier._streams = Streams()
+    for _ in range(9):
+        arrived(carrier)
+    on_the_first = 2
+    assert streams.events.count("wait") == on_the_first + 9 - 3, "three have new memory"
 
 
 def test_one_batch_is_drawn_ahead_and_the_last_is_known() -> None:
@@ -151,10 +209,13 @@ def test_cuda_uses_a_stream_and_gets_the_right_numbers() -> None:
     carrier = make_carrier(device, channels_last=True)
     assert isinstance(carrier, CudaCarrier)
     batches = [torch.full((4, 3, 8, 8), float(number)) for number in range(8)]
-    arrived = Reader((Drawn(batch, 0) for batch in batches), carrier, ahead=True)
-    for number, each in enumerate(iter(arrived.read, None)):
+    reader = Reader((Drawn(batch, 0) for batch in batches), carrier, ahead=True)
+    sums = []
+    for each in iter(reader.read, None):
         assert each.batch.device == device and each.batch.is_contiguous(memory_format=torch.channels_last)
-        assert float(each.batch.sum()) == number * each.batch.numel()
+        torch.cuda._sleep(1 << 22)  # so that the device is behind
+        sums.append(each.batch.sum())
+    assert torch.stack(sums).tolist() == [number * batches[0].numel() for number in range(8)]
 
 
 def test_without_reading_ahead_batches_are_sent_when_they_are_needed() -> None:
