@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import gc
 import glob
 import importlib
 import json
@@ -183,7 +184,7 @@ def serve(server: socket.socket, driver: LocalProcess, folder: str) -> None:
                 for each in descriptors:
                     os.close(each)
     shutil.rmtree(folder, ignore_errors=True)
-    sys.exit()
+    os._exit(0)  # deleting the modules would take 0.3 s
 
 
 def find_what_forks_lack() -> str:
@@ -273,6 +274,7 @@ def _receive_rest(connection: socket.socket, length: int) -> bytes:
 def main() -> None:
     """Import modules, and run the script of a worker in each fork."""
     folder, descriptor, driver, *modules = sys.argv[2:]
+    gc.disable()  # it takes a fifth of the time of the imports, and finds little
     try:
         for module in ("raysgd.workers.actor", *modules):
             importlib.import_module(module)
@@ -286,6 +288,8 @@ def main() -> None:
         sys.exit(NO_FORKS % f"an import failed ({described(error).rstrip('.')})")
     if "ray" in sys.modules:
         sys.exit("Ray was imported too early: it reads a worker's variables then")
+    gc.freeze()  # or each fork would copy the memory that its collections look at
     serve(socket.socket(fileno=int(descriptor)), LocalProcess(int(driver)), folder)
+    gc.enable()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it: Ctrl-C is for the driver
     runpy.run_path(sys.argv[0], run_name="__main__")
