@@ -13,6 +13,8 @@ The script runs an interpreter if the server has ended, and for all other proces
 from __future__ import annotations
 
 import contextlib
+import fnmatch
+import gc
 import glob
 import importlib
 import json
@@ -29,6 +31,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -50,19 +53,23 @@ OF_RAY = (
 )
 LOOK_S = 0.2
 SILENT_S = 10.0  # how long a client may send nothing
-# Of machines with GPUs, also of Windows' Linux and of Jetsons.
-GPUS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu")
+# What a process has open that uses a GPU, also of AMD, in Windows' Linux and of Jetsons.
+GPUS = ("/dev/nvidia*", "/dev/nvhost-*", "/dev/nvmap", "/dev/nvgpu*", "/dev/kfd", "/dev/dxg")
 OOM_SCORE = "/proc/self/oom_score_adj"  # Ray lets the kernel end workers before other processes
 # Linux reads at most so many bytes of a script's first line, which cannot have spaces in the path.
 FIRST_LINE_BYTES = 120
+NO_FORKS = (
+    "raysgd cannot fork workers: %s. So each starts from an interpreter of its own, some seconds later. RAYSGD_FORK_WORKERS=0 saves "
+    "the attempt"
+)
 # The first folder of `sys.path` would be the working directory, in which others may write.
 SERVER = "import sys; sys.path[0] = sys.argv[1]; from raysgd.workers.fork_server import main; main()"
 IN_BACKGROUND = ("/bin/sh", "-c", '"$@" &', "sh")
 PARENT_OF_RAYSGD = str(Path(__file__).resolve().parents[2])
 # What an interpreter and native libraries read when they start, so that a fork would not see what a worker has there.
 READ_ONCE = (
-    *("ATEN_", "GLIBC_", "GOMP_", "KERAS_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON"),
-    *("PYTORCH_", "TF_", "TORCH", "XLA_"),
+    *("ATEN_", "CUBLAS", "CUDNN_", "DNNL_", "GLIBC_", "GOMP_", "KERAS_", "KMP_", "LD_", "MALLOC_", "MKL_", "MKLDNN_"),
+    *("NVRTC_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TF_", "TORCH", "TRITON_", "XLA_"),
 )
 TAKEN = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT", "PYTHONPATH")  # Ray sets them for each worker, and forks use them
 # Where this script or its Ray does not exist, or Ray runs as another user, run the interpreter that Ray is installed for.
@@ -99,11 +106,13 @@ if not is_forked():
 def start_fork_server(frameworks: Iterable[str] = ()) -> str:
     """Start a process that imports what workers need of these frameworks, or of those that this
     process has imported, and then forks. It ends with this one. Return the script that Ray has to
-    start instead of an interpreter; "" if workers cannot be forked here: without Linux, and with
-    GPUs, because a process that was forked cannot use CUDA if an import of its parent has."""
-    modules = [REPLICAS[framework] for framework in frameworks or REPLICAS if frameworks or framework in sys.modules]
-    allowed = flag_from_environment(FORK_WORKERS, default=True)
-    if not (allowed and modules and sys.platform == "linux") or any(map(glob.glob, GPUS)):
+    start instead of an interpreter; "" if workers cannot be forked here: without Linux, and those
+    of TensorFlow with GPUs, because it is unknown whether its import uses them."""
+    chosen = [framework for framework in frameworks or REPLICAS if frameworks or framework in sys.modules]
+    if any(map(glob.glob, GPUS)):
+        chosen = [framework for framework in chosen if framework != "tensorflow"]
+    modules = [REPLICAS[framework] for framework in chosen]
+    if not (flag_from_environment(FORK_WORKERS, default=True) and modules and sys.platform == "linux"):
         return ""
     parent, python = Path(tempfile.gettempdir()), sys.executable
     if " " in python or len(python) > FIRST_LINE_BYTES or os.statvfs(parent).f_flag & os.ST_NOEXEC:
@@ -150,7 +159,9 @@ def command_to_fork(launcher: str, ray: str) -> str:
 
 
 def serve(server: socket.socket, driver: LocalProcess, folder: str) -> None:
-    """Fork for each request, until the driver or its raylet has ended. Return in the forks."""
+    """Fork for each request, until the driver or its raylet has ended. Return in the forks. End,
+    too, if a fork would not work as a process of its own does; the script then runs an
+    interpreter."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes children that ended
     raylet = driver  # until it is known
     clients = selectors.PollSelector()  # it has no descriptor, which the forks would share
@@ -163,6 +174,8 @@ def serve(server: socket.socket, driver: LocalProcess, folder: str) -> None:
                     length, starter = HEAD.unpack(head)
                     if raylet is driver:
                         raylet = LocalProcess(starter)
+                    if found := find_what_forks_lack():
+                        sys.exit(NO_FORKS % found)
                     if os.fork() == 0:
                         for key in list(clients.get_map().values()):
                             key.fileobj.close()  # type: ignore[union-attr]
@@ -171,7 +184,23 @@ def serve(server: socket.socket, driver: LocalProcess, folder: str) -> None:
                 for each in descriptors:
                     os.close(each)
     shutil.rmtree(folder, ignore_errors=True)
-    sys.exit()
+    os._exit(0)  # deleting the modules would take 0.3 s
+
+
+def find_what_forks_lack() -> str:
+    """Find what imports have left in this process that a fork cannot use or does not have: a GPU or
+    a thread. "" if there is nothing."""
+    files = []
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the folder itself, which is closed by now
+            files.append(os.readlink(f"/proc/self/fd/{each}"))
+    if devices := [file for file in files if any(fnmatch.fnmatch(file, each) for each in GPUS)]:
+        return f"an import has opened {devices[0]}, which a fork cannot use"
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+        return "an import has initialized CUDA, which a fork cannot use"
+    if threads := [each.name for each in threading.enumerate() if each is not threading.current_thread()]:
+        return f"an import has started the thread {threads[0]!r}, which a fork does not have"
+    return ""
 
 
 def _await_requests(clients: selectors.BaseSelector, server: socket.socket) -> Iterator[socket.socket]:
@@ -245,6 +274,7 @@ def _receive_rest(connection: socket.socket, length: int) -> bytes:
 def main() -> None:
     """Import modules, and run the script of a worker in each fork."""
     folder, descriptor, driver, *modules = sys.argv[2:]
+    gc.disable()  # it takes a fifth of the time of the imports, and finds little
     try:
         for module in ("raysgd.workers.actor", *modules):
             importlib.import_module(module)
@@ -255,11 +285,11 @@ def main() -> None:
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
     except Exception as error:  # the workers, which then are started, raise it again
-        sys.exit(
-            f"raysgd starts each worker from an interpreter of its own, because an import failed: {described(error)}"
-        )
+        sys.exit(NO_FORKS % f"an import failed ({described(error).rstrip('.')})")
     if "ray" in sys.modules:
         sys.exit("Ray was imported too early: it reads a worker's variables then")
+    gc.freeze()  # or each fork would copy the memory that its collections look at
     serve(socket.socket(fileno=int(descriptor)), LocalProcess(int(driver)), folder)
+    gc.enable()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it: Ctrl-C is for the driver
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -195,14 +196,19 @@ def test_trainers_share_a_fork_server_in_a_cluster_of_the_user(environment: dict
     assert not [name for name in files if name.startswith("raysgd-forks")]
 
 
+def start_server(monkeypatch: pytest.MonkeyPatch, module: str) -> Path:
+    """Start a server that imports this module. Return its launcher."""
+    monkeypatch.setenv(fork_server.FORK_WORKERS, "1")
+    monkeypatch.setattr("tempfile.tempdir", os.environ["RAY_TMPDIR"])  # the path of a socket must be short
+    monkeypatch.setattr(fork_server, "REPLICAS", {"sys": module})
+    return Path(fork_server.start_fork_server())
+
+
 @linux
 def test_a_worker_with_variables_that_libraries_read_once_is_not_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(fork_server.FORK_WORKERS, "1")
-    monkeypatch.setattr("tempfile.tempdir", os.environ["RAY_TMPDIR"])  # the path of a socket must be short
-    monkeypatch.setattr(fork_server, "REPLICAS", {"sys": "json"})
-    launcher = Path(fork_server.start_fork_server())
+    launcher = start_server(monkeypatch, "json")
     script = tmp_path / "default_worker.py"
     script.write_text("import os, sys; print(os.getppid(), 'fork_server' in sys.orig_argv[2], os.environ['MINE'])")
 
@@ -261,12 +267,7 @@ def test_nothing_is_forked_without_a_framework_or_where_it_is_switched_off(monke
 
 @linux
 def test_an_interpreter_starts_if_the_server_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(fork_server.FORK_WORKERS, "1")
-    monkeypatch.setattr("tempfile.tempdir", os.environ["RAY_TMPDIR"])  # the path of a socket must be short
-    monkeypatch.setattr(
-        fork_server, "REPLICAS", {"sys": "no_such_module"}
-    )  # the server fails with its imports, and ends
-    launcher = Path(fork_server.start_fork_server())
+    launcher = start_server(monkeypatch, "no_such_module")  # the server fails with its imports, and ends
     assert stat.S_IMODE(launcher.parent.stat().st_mode) == 0o700
     script = tmp_path / "default_worker.py"
     script.write_text("import sys; print(sys.argv[1:], sys.flags.isolated)")
@@ -274,6 +275,69 @@ def test_an_interpreter_starts_if_the_server_has_ended(tmp_path: Path, monkeypat
         name.write_text(script.read_text())
         ran = subprocess.run([launcher, name, "a b", "--c"], capture_output=True, text=True, timeout=60, check=True)
         assert ran.stdout == "['a b', '--c'] 0\n"
+
+
+IMPORTED = """
+import sys, threading, types
+from raysgd.workers import fork_server
+fork_server.GPUS = [{gpu!r} + "*"]
+gpu = open({gpu!r} + "0", "w")
+torch = types.SimpleNamespace(cuda=types.SimpleNamespace(is_initialized=lambda: {cuda}))
+sys.modules.update(dict.fromkeys(["torch", "torch._dynamo", "raysgd.torch.process_group"], torch))
+{more}
+"""
+STAYS = "threading.Thread(target=threading.Event().wait, name='stays', daemon=True).start()"
+
+
+@linux
+@pytest.mark.parametrize(
+    ("more", "cuda", "why"),
+    [
+        ("gpu.close()", False, ""),
+        ("", False, "an import has opened {gpu}0, which a fork cannot use"),
+        ("gpu.close()", True, "an import has initialized CUDA, which a fork cannot use"),
+        (f"gpu.close(); {STAYS}", False, "an import has started the thread 'stays', which a fork does not have"),
+    ],
+)
+def test_workers_are_forked_unless_an_import_has_used_a_gpu_or_left_a_thread(
+    more: str,
+    cuda: bool,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    gpu, script = str(tmp_path / "gpu"), tmp_path / "default_worker.py"
+    (tmp_path / "imported.py").write_text(IMPORTED.format(gpu=gpu, cuda=cuda, more=more))
+    script.write_text("import os, sys; print(os.getppid(), 'fork_server' in sys.orig_argv[2])")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    launcher = start_server(monkeypatch, "imported")
+    ran = subprocess.run([launcher, script, "--a"], capture_output=True, text=True, timeout=60, check=True)
+    server, forked = ran.stdout.split()
+    try:
+        assert forked == str(not why)
+        logged, until = "", time.monotonic() + 60
+        while why and not logged.endswith("\n") and time.monotonic() < until:
+            logged += capfd.readouterr().err
+            time.sleep(0.05)
+        assert logged == (fork_server.NO_FORKS % why.format(gpu=gpu) + "\n" if why else "")
+    finally:
+        if forked == "True":
+            os.kill(int(server), signal.SIGKILL)
+        shutil.rmtree(launcher.parent)
+
+
+@linux
+def test_with_gpus_workers_of_tensorflow_are_not_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gpu0").touch()
+    monkeypatch.setenv(fork_server.FORK_WORKERS, "1")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(fork_server, "GPUS", [])
+    monkeypatch.setattr(fork_server, "_start", lambda folder, python, modules: " ".join(modules))
+    assert fork_server.start_fork_server(["tensorflow"]) == "raysgd.tf.replica"
+    monkeypatch.setattr(fork_server, "GPUS", [str(tmp_path / "gpu*")])
+    assert fork_server.start_fork_server(["tensorflow"]) == ""
+    assert fork_server.start_fork_server(["torch", "tensorflow"]) == "raysgd.torch.replica"
 
 
 @linux
