@@ -93,7 +93,11 @@ def shared(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    "settings", [{}, {"dropout": 0.1, "trainer": {"gradient_clip_val": 0.1, "val_check_interval": 0.5}}]
+    "settings",
+    [
+        {"dropout": 0.1, "trainer": {"gradient_clip_val": 0.1, "val_check_interval": 0.5}},
+        pytest.param({}, marks=pytest.mark.nightly),
+    ],
 )
 def test_an_undisturbed_fit_has_the_bits_of_torchruns(shared: Run, settings: dict[str, Any], tmp_path: Path) -> None:
     script = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
