@@ -1,5 +1,6 @@
 """Fixtures and hooks of all tests: a quiet environment, one small Ray cluster on demand, and skips with reasons."""
 
+import gc
 import importlib.util
 import logging
 import os
@@ -188,6 +189,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("script") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(LIMIT_S + 30))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what has been imported from collections of garbage. Each `train()` of transformers makes one: 1 to 3 s."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

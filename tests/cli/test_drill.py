@@ -47,7 +47,7 @@ def test_an_operator_that_forgets_a_counter(ray_cluster: None, own_path: None) -
     assert "self.batches is " in lines[-1] and "return it from state_dict()" in done.output.lower()
 
 
-@pytest.mark.more
+@pytest.mark.nightly
 @pytest.mark.elastic
 @pytest.mark.timeout(600)
 def test_what_only_rank_0_has(ray_cluster: None, own_path: None) -> None:

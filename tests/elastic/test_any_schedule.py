@@ -125,6 +125,7 @@ def killed_twice(background: Background, model: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", ["dropout", "batchnorm"])
 @pytest.mark.script(run=killed_twice)
 def test_scripts_with_a_name_that_are_killed(outcome: Any, model: str) -> None:

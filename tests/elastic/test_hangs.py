@@ -36,7 +36,7 @@ def ground(shared: Ground) -> Ground:
     ("fault", "stack"),
     [
         (Fault(2, 5, "sleep"), "faults.py"),
-        pytest.param(Fault(0, 5, "stop", "backward"), "answer", marks=pytest.mark.more),
+        pytest.param(Fault(0, 5, "stop", "backward"), "answer", marks=pytest.mark.nightly),
         pytest.param(Fault(1, 5, "gil"), "does not answer", marks=pytest.mark.more),
     ],
     ids=["deadlock in user code", "stopped rank 0", "holds the interpreter lock"],

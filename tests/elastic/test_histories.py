@@ -142,7 +142,7 @@ def killed_twice(background: Background) -> Path:
     return path
 
 
-@pytest.mark.more
+@pytest.mark.nightly
 @pytest.mark.elastic
 @pytest.mark.script(run=killed_twice)
 def test_scripts_with_a_name_that_are_killed(outcome: Any) -> None:

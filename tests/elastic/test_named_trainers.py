@@ -194,36 +194,6 @@ def left(folder: str, within_s: float) -> list[str]:
         time.sleep(0.2)
 
 
-def without_a_cluster(background: Background) -> dict[str, Any]:
-    with own_place() as environment:
-        place, folder = environment["RAY_TMPDIR"], written(background)
-        killed, again = (json.dumps(["line", 2, phase, 0.1, {}, signal.SIGKILL]) for phase in ("train", ""))
-        first = background.run("script.py", killed, folder=folder, **environment)
-        listed = background.run("-c", LISTED, folder=folder, **environment)
-        second = background.run("script.py", again, folder=folder, **environment)
-        left_after = left(place, 120.0)
-        third = background.run("script.py", killed, folder=folder, **environment)
-        ended = background.run("-c", COMMAND, "end", "line", folder=folder, **environment)
-        left_last = left(place, 120.0)
-    return locals()
-
-
-@pytest.mark.more
-@pytest.mark.script(run=without_a_cluster)
-def test_a_cluster_that_raysgd_starts_outlives_the_script_and_nothing_else(outcome: Any) -> None:
-    seen = outcome()
-    assert seen["first"].returncode == -signal.SIGKILL
-    assert "which ends when no script uses it" in seen["first"].stderr
-    assert seen["listed"].stdout.startswith("{'line': "), seen["listed"].stderr
-    assert "attached to the 2 workers of the trainer 'line'" in seen["second"].stderr, seen["second"].stderr
-    attached, *weights, _, recoveries = json.loads(seen["second"].stdout.splitlines()[-1])
-    assert attached and weights == pytest.approx(undisturbed(16), abs=1e-6)
-    assert recoveries == [["takeover", 0]]
-    assert seen["left_after"] == []
-    assert seen["ended"].stdout == "ended 2 workers of the trainer line\n"
-    assert seen["left_last"] == []
-
-
 ABANDONED = OPERATOR + textwrap.dedent(
     """
     for number in range(int(sys.argv[1])):
@@ -236,22 +206,46 @@ ABANDONED = OPERATOR + textwrap.dedent(
 )
 
 
-def abandoned(background: Background, lost: bool) -> list[str]:
-    with own_place() as environment:
-        place, count = environment["RAY_TMPDIR"], str(20 if NIGHTLY else 2)
-        ended = background.run("script.py", count, folder=written(background, ABANDONED), **environment)
-        assert ended.returncode == -signal.SIGKILL, ended.stderr
-        assert any("WorkerActor" in each for each in left(place, 0.0))
-        if lost:
-            next(each for each, command in of(place).items() if "gcs_server" in command).kill()
-        return left(place, 120.0)
+def abandon(background: Background, environment: dict[str, str]) -> None:
+    count = str(20 if NIGHTLY else 2)
+    ended = background.run("script.py", count, folder=written(background, ABANDONED), **environment)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert any("WorkerActor" in each for each in left(environment["RAY_TMPDIR"], 0.0))
+
+
+def own_clusters(background: Background) -> dict[str, Any]:
+    """Let the workers of two clusters wait for their scripts in vain, one of them without Ray's control service, while others are
+    attached to in a third one."""
+    with own_place() as alone, own_place() as lost, own_place() as environment:
+        for each in (alone, lost):
+            abandon(background, each)
+        next(each for each, command in of(lost["RAY_TMPDIR"]).items() if "gcs_server" in command).kill()
+        place, folder = environment["RAY_TMPDIR"], written(background)
+        killed, again = (json.dumps(["line", 2, phase, 0.1, {}, signal.SIGKILL]) for phase in ("train", ""))
+        first = background.run("script.py", killed, folder=folder, **environment)
+        listed = background.run("-c", LISTED, folder=folder, **environment)
+        second = background.run("script.py", again, folder=folder, **environment)
+        left_after = left(place, 120.0)
+        third = background.run("script.py", killed, folder=folder, **environment)
+        ended = background.run("-c", COMMAND, "end", "line", folder=folder, **environment)
+        left_last = [left(each["RAY_TMPDIR"], 120.0) for each in (environment, alone, lost)]
+    return locals()
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("lost", [False, True], ids=["", "without Ray's control service"])
-@pytest.mark.script(run=abandoned)
-def test_nothing_is_left_of_abandoned_trainers(outcome: Any, lost: bool) -> None:
-    assert outcome() == []
+@pytest.mark.script(run=own_clusters)
+def test_a_cluster_that_raysgd_starts_outlives_the_script_and_nothing_else(outcome: Any) -> None:
+    seen = outcome()
+    assert seen["first"].returncode == -signal.SIGKILL
+    assert "which ends when no script uses it" in seen["first"].stderr
+    assert seen["listed"].stdout.startswith("{'line': "), seen["listed"].stderr
+    assert "attached to the 2 workers of the trainer 'line'" in seen["second"].stderr, seen["second"].stderr
+    attached, *weights, _, recoveries = json.loads(seen["second"].stdout.splitlines()[-1])
+    assert attached and weights == pytest.approx(undisturbed(16), abs=1e-6)
+    assert recoveries == [["takeover", 0]]
+    assert seen["left_after"] == []
+    assert seen["ended"].stdout == "ended 2 workers of the trainer line\n", seen["ended"].stderr
+    assert seen["left_last"] == [[], [], []]
 
 
 # -- another script with this name --------------------------------------------------------------------
@@ -432,55 +426,6 @@ def test_horovod_and_tensorflow_continue_too(outcome: Any, framework: str, step:
     assert [row[:3] for row in rows] == [
         [kind, epoch, 30 * epoch] for epoch in (1, 2, 3) for kind in ("train", "validate")
     ]
-
-
-# The script is killed when one rank has begun a step, of which it has drawn the numbers, and the other has not.
-NOISY = """
-class Line(Line):
-    def train_batch(self, batch, info):
-        x, y = batch
-        noisy = x + 0.1 * torch.randn_like(x)
-        if self.world_rank == 0 and self.global_step == 45:
-            open({BEGUN!r}, "w").close()
-        result = super().train_batch((noisy, y), info)
-        if self.world_rank == 1 and self.global_step == 44:
-            time.sleep(1.0)
-        return result
-
-def kill():
-    while not os.path.exists({BEGUN!r}):
-        time.sleep(0.005)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-if {ENDS}:
-    threading.Thread(target=kill, daemon=True).start()
-"""
-
-
-def with_random_numbers(background: Background) -> dict[str, Any]:
-    def run(name: str, *, ends: bool) -> Any:
-        folder = background.folder()
-        noisy = NOISY.format(BEGUN=str(folder / "begun"), ENDS=ends)
-        (folder / "script.py").write_text(
-            "\n".join(cells(name, ends=False, edited=noisy, more="seed=3")), encoding="utf-8"
-        )
-        done = background.run("script.py", connected=True, folder=folder)
-        assert done.returncode == (-signal.SIGKILL if ends else 0), done.stderr
-        return None if ends else json.loads(done.stdout.splitlines()[-1])
-
-    return {
-        "undisturbed": run("calm", ends=False),
-        "killed": run("noisy", ends=True),
-        "again": run("noisy", ends=False),
-    }
-
-
-@pytest.mark.more
-@pytest.mark.script(run=with_random_numbers)
-def test_the_random_numbers_of_the_workers_continue(outcome: Any) -> None:
-    seen = outcome()
-    (_, weight, *_), (attached, again, _, recoveries) = seen["undisturbed"], seen["again"]
-    assert attached and recoveries == [["takeover", 0]] and again == weight
 
 
 # Stop a script for longer than its lease, and let it continue, after another one has taken over or not.

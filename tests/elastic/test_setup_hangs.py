@@ -116,7 +116,7 @@ class Remote:
 
 
 @pytest.mark.parametrize(
-    "given", [{"initialization_hook": never_ends}, pytest.param({"train_cls": Remote}, marks=pytest.mark.more)]
+    "given", [{"initialization_hook": never_ends}, pytest.param({"train_cls": Remote}, marks=pytest.mark.nightly)]
 )
 def test_a_hang_in_the_setup_of_functions(ray_cluster: None, tmp_path: Path, given: Any) -> None:
     trainer = Trainer("torch", num_workers=1, logdir=tmp_path, elastic=SHORT)

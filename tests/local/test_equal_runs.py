@@ -65,8 +65,17 @@ COURSES: dict[str, dict[str, Any]] = {
         "grow": False,
     },
 }
+# Of loader processes, which take seconds, a row for each way in which workers change.
+ENOUGH = ("1 worker", "kills and replacements", "smaller and larger", "a load and a kill on fewer workers")
+
+
+def tier(feature: str, course: str) -> Any:
+    few = feature == "torch.compile" or course in ENOUGH
+    return () if feature in FEATURES else pytest.mark.more if few else pytest.mark.nightly
+
+
 TABLE = [
-    pytest.param(feature, course, id=f"{feature}-{course}", marks=[pytest.mark.more] if feature in SLOW else [])
+    pytest.param(feature, course, id=f"{feature}-{course}", marks=tier(feature, course))
     for feature in {**FEATURES, **SLOW}
     for course in COURSES
 ]

@@ -42,7 +42,7 @@ def measured(workers: int) -> tuple[dict[str, Any], Any]:
     config = {"train_data": Captioned(16, seed=1), "validation_data": Captioned(47, seed=2), BATCH_SIZE: 16}
     with TorchTrainer(training_operator_cls=PlainSgd, config=config, num_workers=workers, use_gpu=False) as trainer:
         trained = trainer.train()
-        return {**trained, **trainer.validate()}, trainer.get_model().cpu()
+        return {"mode": trainer.batch_mode, **trained, **trainer.validate()}, trainer.get_model().cpu()
 
 
 @pytest.mark.more  # the gradients that go through an all_gather are those of real workers
@@ -50,6 +50,7 @@ def test_two_workers_measure_and_step_as_one(ray_cluster: None) -> None:
     one, model = measured(1)
     two, other = measured(2)
     assert one["num_samples"] == two["num_samples"] == 47
+    assert two["mode"] == "per_worker", "its loss compares the samples of all workers"
     names = [name for name in one if name.startswith(("val_", "train_")) and not name.startswith("last_")]
     assert {name: two[name] for name in names} == pytest.approx({name: one[name] for name in names}, rel=1e-4)
     torch.manual_seed(3)

@@ -87,7 +87,7 @@ def loop(rank: int, **config: Any) -> Any:
     return Loop(rank, **config).run()
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.more)])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_equal_to_a_loop_by_hand(workers: int, tmp_path: Path) -> None:
     config = {"workers": workers, **CONFIG}
     history, models = dcgan.main(by_hand.arguments({**config, "pictures": tmp_path / "pictures"}))

@@ -134,7 +134,7 @@ class Room:
     """An actor that needs processors, and does nothing."""
 
 
-@pytest.mark.more
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.elastic
 @pytest.mark.parametrize("dtype", ["float64"], indirect=True)

@@ -98,7 +98,7 @@ def extra(folder: Path) -> dict[str, Any]:
     return {"checkpoints": folder / "checkpoints"}
 
 
-@pytest.mark.parametrize("config", [SMALL, pytest.param(LARGE, marks=pytest.mark.more)], ids=["small", "large"])
+@pytest.mark.parametrize("config", [SMALL, pytest.param(LARGE, marks=pytest.mark.nightly)], ids=["small", "large"])
 def test_equal_to_a_loop_by_hand(config: dict[str, Any], tmp_path: Path) -> None:
     history, model = resnet.main(by_hand.arguments(config | extra(tmp_path)))
     rows, weights = by_hand.run(loop, tmp_path, config)

@@ -29,9 +29,10 @@ def run(background: Background, name: str) -> tuple[str, list[str]]:
     return done.stdout, sorted(path.name for path in folder.rglob("*.p*"))
 
 
-@pytest.mark.more
 @pytest.mark.script(run=run)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.more if name == "gpt.py" else pytest.mark.nightly) for name in RUNS]
+)
 def test_each_program_is_a_script(name: str, outcome: Callable[[], tuple[str, list[str]]]) -> None:
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"without {NEEDS[name]}")

@@ -74,7 +74,7 @@ def loop(rank: int, workers: int, epochs: int, rows: int, batch: int) -> tuple[l
     return figures, bare.state_dict()
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.more)])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_equal_to_a_loop_by_hand(workers: int, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     if workers > 1:
         request.getfixturevalue("ray_cluster")

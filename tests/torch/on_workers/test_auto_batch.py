@@ -1,7 +1,6 @@
 """`ElasticConfig(batch="auto")` in real processes, with DistributedDataParallel: the README's digits, BatchNorm, and losses that compare
 the samples of all workers."""
 
-import logging
 import os
 import signal
 from pathlib import Path
@@ -167,38 +166,3 @@ def test_what_other_workers_change_is_per_worker(kind: type[Curve], workers: int
 def test_what_other_workers_change_later_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"(?s)collective calls before the backward pass.*first step.*undone"):
         without_and_with_a_death(LaterContrasting, workers=3, **ARGUMENTS)
-
-
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-def test_the_contrastive_operator_is_per_worker() -> None:
-    pytest.importorskip("transformers")
-    from raysgd.operators.contrastive import ContrastiveOperator
-
-    class Logged(dying(ContrastiveOperator)):  # type: ignore[misc]
-        def setup(self, config: dict[str, Any]) -> None:
-            super().setup(config)
-            self.logged = Lines()
-            logging.getLogger("raysgd").addHandler(self.logged)
-
-    with TorchTrainer(
-        training_operator_cls=Logged,
-        config={"batch_size": 8},
-        num_workers=2,
-        use_gpu=False,
-        elastic=ElasticConfig(grow=False),
-    ) as trainer:
-        trainer.train(num_steps=5, info={"dies": True})
-        assert trainer.world_size == 1 and trainer.batch_mode == "per_worker"
-        (lines,) = trainer.apply_all_operators(lambda operator: operator.logged.lines)
-    (line,) = [each for each in lines if "cannot be divided into parts" in each]
-    assert "some of the 2 workers are missing" in line and "collective calls before the backward pass" in line

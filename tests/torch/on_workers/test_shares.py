@@ -53,7 +53,11 @@ def trainer(workers: int, shares: Any, slow: int) -> TorchTrainer:
 
 @pytest.mark.parametrize(
     ("shares", "slow"),
-    [pytest.param("speed", 0, marks=pytest.mark.more), ("speed", 1), pytest.param([3, 1], 1, marks=pytest.mark.more)],
+    [
+        pytest.param("speed", 0, marks=pytest.mark.nightly),
+        ("speed", 1),
+        pytest.param([3, 1], 1, marks=pytest.mark.more),
+    ],
 )
 def test_the_slow_worker_gets_fewer_parts(shares: Any, slow: int) -> None:
     with trainer(1, "equal", -1) as alone:
