@@ -125,8 +125,8 @@ def killed_twice(background: Background, model: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("model", ["dropout", "batchnorm"])
+@pytest.mark.more
+@pytest.mark.parametrize("model", ["dropout", pytest.param("batchnorm", marks=pytest.mark.nightly)])
 @pytest.mark.script(run=killed_twice)
 def test_scripts_with_a_name_that_are_killed(outcome: Any, model: str) -> None:
     setting = Setting(7, model=model, augments="batch", rows=26, rates="cosine")

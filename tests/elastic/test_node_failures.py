@@ -152,7 +152,7 @@ def test_nodes_are_drained_fail_and_join_until_there_are_too_few(outcome: Outcom
     assert "3 waits" in str(facts["error"]) and "min_workers=3" in str(facts["error"])
 
 
-@pytest.mark.nightly
+@pytest.mark.more
 @pytest.mark.script("nothing free", run=run)
 def test_training_waits_for_a_new_node(outcome: Outcome) -> None:
     facts, log = outcome()

@@ -69,7 +69,8 @@ class Watched(OnLate, Net):
 marks: list[tuple[int, Counter[str]]] = []
 
 
-def prefetching(device: torch.device, *, channels_last: bool, ahead: bool) -> CudaCarrier:
+def prefetching(device: torch.device, *, channels_last: bool, ahead: bool, reuse: bool) -> CudaCarrier:
+    """Use memory again whatever the operator does, also one that keeps its batches."""
     assert ahead
     return CudaCarrier(device, channels_last=channels_last, streams=torch.get_device_module(device))
 

@@ -71,7 +71,8 @@ ENOUGH = ("1 worker", "kills and replacements", "smaller and larger", "a load an
 
 def tier(feature: str, course: str) -> Any:
     few = feature == "torch.compile" or course in ENOUGH
-    return () if feature in FEATURES else pytest.mark.more if few else pytest.mark.nightly
+    detects = feature in FEATURES or (course == "kills" and feature != "torch.compile")  # also a mutant
+    return () if detects else pytest.mark.more if few else pytest.mark.nightly
 
 
 TABLE = [

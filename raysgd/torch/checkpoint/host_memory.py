@@ -3,6 +3,7 @@ Worker."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -38,11 +39,13 @@ class HostMemory:
             return None
         stream = self._cuda.current_stream(self._device)
         if self._cuda.mem_get_info(self._device)[0] > 2 * layout.size:  # beside what steps have needed up to now
-            beside = self._beside = self._beside or self._cuda.Stream(self._device)
-            for each in layout.on_device():
-                each.record_stream(beside)
-            beside.wait_stream(stream)
-            stream = beside
+            with suppress(torch.OutOfMemoryError):  # torch may have a limit of its own
+                copies = layout.on_device()
+                beside = self._beside = self._beside or self._cuda.Stream(self._device)
+                for each in copies:
+                    each.record_stream(beside)
+                beside.wait_stream(stream)
+                stream = beside
         with self._cuda.stream(stream):
             layout.copy_to(room, non_blocking=True)
             return stream.record_event()

@@ -37,16 +37,19 @@ class CudaCarrier(DeviceCarrier):
     `.to` is called when the batch is needed, because the memory that it allocates cannot be
     registered with the stream that uses it.
 
-    The memory of a batch is used again once the batch is no longer held and the device has done
-    what was launched until then: the copy waits for an event. Code that uses a batch on a stream of
-    its own must let the current stream wait for that before it drops the batch.
+    With `reuse`, the memory of a batch is used again once the batch is no longer held and the
+    device has done what was launched until then: the copy waits for an event. Code that uses a
+    batch on a stream of its own must let the current stream wait for that before it drops the
+    batch, so user code that gets the batches has none of this.
     """
 
     ahead = True
 
-    def __init__(self, device: torch.device, *, channels_last: bool = False, streams: Any = torch.cuda) -> None:
+    def __init__(
+        self, device: torch.device, *, channels_last: bool = False, streams: Any = torch.cuda, reuse: bool = True
+    ) -> None:
         super().__init__(device, channels_last=channels_last)
-        self._streams = streams
+        self._streams, self._reuse = streams, reuse and not channels_last  # which the step has a copy of
         self._own = streams.Stream(device)
         self._free, self._arrived = deque[_Room](), deque[_Room]()
 
@@ -57,6 +60,7 @@ class CudaCarrier(DeviceCarrier):
                 self._own.wait_event(room.left)
             room.place = 0
             batch = _each_tensor(batch, room.copy)
+            room.forget_places_behind()
             room.copied = self._own.record_event(room.copied)
         return batch, room
 
@@ -65,13 +69,17 @@ class CudaCarrier(DeviceCarrier):
         working = self._streams.current_stream(self._device)
         working.wait_event(room.copied)
         room.register(working)
+        if self._reuse:
+            self._let_go(room, working)
+        return super().arrived(batch)
+
+    def _let_go(self, room: _Room, working: Any) -> None:
         self._arrived.append(room)
         if len(self._arrived) > HELD:
             earlier = self._arrived.popleft()
             if earlier.working == working and earlier.drop_held():
                 earlier.left = working.record_event(earlier.left)  # after the look: whoever uses it has launched that
                 self._free.append(earlier)
-        return super().arrived(batch)
 
 
 class _Room:
@@ -103,12 +111,17 @@ class _Room:
             if form == _form(source):
                 own.copy_(source, non_blocking=True)
                 return own.detach()
+            del own, self.tensors[place]  # before more memory is taken
         own = source.to(self._device, non_blocking=True)
         self.new.append(own)
         if not ordinary or own.is_inference():
             return own
         self.tensors[place] = own, _form(own), storage_uses(own)
         return own.detach()
+
+    def forget_places_behind(self) -> None:
+        for place in [each for each in self.tensors if each >= self.place]:
+            del self.tensors[place]
 
     def register(self, working: Any) -> None:
         """Register the stream that works with the batch: the memory was allocated on the one that
@@ -128,11 +141,12 @@ class _Room:
         return bool(self.tensors)
 
 
-def make_carrier(device: torch.device, *, channels_last: bool, ahead: bool = True) -> Carrier:
+def make_carrier(device: torch.device, *, channels_last: bool, ahead: bool = True, reuse: bool = False) -> Carrier:
     if device.type == "cpu" and not channels_last:
         return Carrier()
-    kind = CudaCarrier if device.type == "cuda" and ahead else DeviceCarrier
-    return kind(device, channels_last=channels_last)
+    if device.type == "cuda" and ahead:
+        return CudaCarrier(device, channels_last=channels_last, reuse=reuse)
+    return DeviceCarrier(device, channels_last=channels_last)
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:

@@ -228,7 +228,7 @@ def test_a_preemption_notice(trio: Group) -> None:
         ("lora", {}),
         ("bert", {}),
         nightly("llama", {"gradient_accumulation_steps": 1}),
-        nightly("llama", {"bf16": True}),
+        ("llama", {"bf16": True}),
         nightly("mean", {}),
     ],
 )
