@@ -47,6 +47,19 @@ def model() -> dict[str, Any]:
     return {"weight": torch.arange(1000.0), "steps": torch.tensor(7), "empty": torch.zeros(0), "kept": [1, "a"]}
 
 
+def test_a_device_without_memory_for_copies_copies_to_the_host(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch can have a limit of its own, which is not that of the device."""
+
+    def on_device(layout: packing.Layout) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(packing.Layout, "on_device", on_device)
+    monkeypatch.setattr(Device, "mem_get_info", lambda *_: (1 << 30, 1 << 30))
+    device.computed.set()
+    with HostMemory(CPU, device).copy(packing.pack(model())) as (content,):
+        assert torch.equal(packing.unpack(content)["weight"], torch.arange(1000.0))
+
+
 def test_later_steps_do_not_change_a_copy_and_its_memory_is_used_again() -> None:
     memory, state = HostMemory(CPU), model()
     copies = [memory.copy(packing.pack(state)) for _ in range(2)]

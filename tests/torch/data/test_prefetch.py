@@ -221,3 +221,13 @@ def test_cuda_uses_a_stream_and_gets_the_right_numbers() -> None:
 def test_without_reading_ahead_batches_are_sent_when_they_are_needed() -> None:
     carrier = make_carrier(torch.device("cuda"), channels_last=False, ahead=False)
     assert type(carrier) is DeviceCarrier and not carrier.ahead
+
+
+@pytest.mark.parametrize("given", [{"reuse": False}, {"channels_last": True}])
+def test_memory_is_not_used_again_where_user_code_has_the_batches_or_the_step_has_copies(
+    streams: Streams, given: dict[str, bool]
+) -> None:
+    carrier = CudaCarrier(torch.device("meta"), streams=streams, **given)
+    for _ in range(9):
+        arrived(carrier)
+    assert streams.events.count("claim") == 2 * 9
