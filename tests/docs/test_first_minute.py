@@ -33,7 +33,7 @@ def printed(*command: str | Path, folder: Path, **extra: str) -> str:
     return done.stdout
 
 
-@pytest.mark.nightly
+@pytest.mark.more
 @pytest.mark.timeout(1500)
 def test_the_lines_of_the_first_pages(tmp_path: Path) -> None:
     """torch's version is that of the tests, so that their smaller build is installed where they have it."""

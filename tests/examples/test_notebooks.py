@@ -23,6 +23,7 @@ pytest.importorskip("ipykernel")
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "examples" / "notebooks"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+QUICK = {"quickstart"}  # runs in `make more`, the others in `make nightly`
 
 
 def read(path: Path) -> Any:
@@ -146,10 +147,11 @@ def check(name: str, notebook: Any) -> None:
     assert pictures(notebook) == count
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.script(run=run)
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.more if name in QUICK else pytest.mark.nightly) for name in NOTEBOOKS]
+)
 def test_notebook_runs(name: str, outcome: Callable[[], Any]) -> None:
     if missing(name):
         pytest.skip(f"without {', '.join(missing(name))}")
