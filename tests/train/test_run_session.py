@@ -198,7 +198,7 @@ def test_a_function_has_one_elastic_state() -> None:
         train.elastic({"first": 0}).commit()
         train.elastic({"second": 0})
 
-    with pytest.raises(ConfigError, match=r"train.elastic\(\) was called twice"):
+    with pytest.raises(ConfigError, match=r"has called train.elastic\(\) twice"):
         Worker().run(function)
 
 
