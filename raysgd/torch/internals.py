@@ -35,6 +35,7 @@ class TorchInternals(Internals):
     dealer: Dealer
     split_parts: SplitParts | None
     profiler: Profiler | None
+    gives_batches: bool  # to methods of the user
 
     def join(self, rank_info: RankInfo) -> None:
         super().join(rank_info)

@@ -63,6 +63,7 @@ from raysgd.training.step import Policies
 from raysgd.training.step_policy import Policy
 
 LABELS = "labels"  # in a batch that is a dictionary, as models of transformers take it
+GET_BATCHES = ("train_epoch", "train_batch", "validate", "validate_batch", "predict_batch")  # methods
 NO_LOSS = (
     "the default batch methods need self.criterion, or a model that takes the complete batch and returns its own loss: set it in setup "
     "(self.model, self.optimizer, self.criterion = self.register(...)), or let the model return an object or a dict with `loss`, or a "
@@ -133,10 +134,8 @@ class TrainingOperator(Scheduling):
         internals = TorchInternals(settings, rank_info, parts, make_meter=DeviceMeters)
         super().__init__(config, internals)
         internals.monitor = Monitor(settings.measures, parts)
-        rule, usual = settings.elastic.lr, settings.num_workers
-        self._whole: WholeGradients | None = None
-        if settings.asynchronous:
-            self._whole = WholeGradients(parts, sharded=settings.options.parallel == "fsdp")
+        rule, usual, sharded = settings.elastic.lr, settings.num_workers, settings.options.parallel == "fsdp"
+        self._whole = WholeGradients(parts, sharded=sharded) if settings.asynchronous else None
         self._rates = None if rule is None else Rates(lambda: scaling(rule, internals.rank_info.world_size, usual))
         internals.profiler = None if settings.profiler is None else Profiler(settings.profiler)
         internals.weigh = self._make_weigh(settings)
@@ -146,6 +145,7 @@ class TrainingOperator(Scheduling):
         internals.leave_out = self._make_guard(settings)
         internals.part_states = PartStates(type(self), parts, self._device)
         internals.buffers = KeepBuffers(parts)
+        internals.gives_batches = self._has_own_steps or bool(self._overrides(*GET_BATCHES))
         internals.keep_batch = self._make_keep_batch(settings)
         internals.dealer, internals.split_parts = Dealer(settings, internals, self._device), None
         if settings.options.on_oom is not None:

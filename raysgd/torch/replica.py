@@ -42,7 +42,6 @@ from raysgd.training.snapshots import Copied
 
 logger = logging.getLogger("raysgd")
 
-GET_BATCHES = ("train_epoch", "train_batch", "validate", "validate_batch", "predict_batch")
 OTHER_PARTS = (
     "the batches of the checkpoint's run have %d parts, and those of this trainer have %d (parts, by default num_workers). What depends "
     "on all samples of a part (BatchNorm, dropout, losses that compare samples, self.part_state) differs from that run. For equal "
@@ -79,9 +78,11 @@ class TorchReplica(ReplicaBase):
         internals = self.internals
         self._opener = Opener(operator, internals, control)
         options = settings.options
-        reuse = not (operator._has_own_steps or operator._overrides(*GET_BATCHES))
         self.carrier = make_carrier(
-            operator.device, channels_last=options.channels_last, ahead=options.read_ahead, reuse=reuse
+            operator.device,
+            channels_last=options.channels_last,
+            ahead=options.read_ahead,
+            reuse=not internals.gives_batches,
         )
         self._memory = HostMemory(operator.device)
         internals.parts.calls.control, control.called = control, internals.parts.calls.newest

@@ -65,7 +65,7 @@ class Policy:
         there, so that `check` was not called."""
 
     def direct(self, step: Step, optimizer: Any) -> None:
-        """Called after that before a step that user code makes with `optimizer.step()`."""
+        """Called before a step that user code makes with `optimizer.step()`, after `unchecked`."""
 
     def stepped(self, step: Step, optimizer: Any) -> None:
         """Called after each step of an optimizer, and after the user's hooks on it."""

@@ -13,7 +13,7 @@ Importing it registers a device in torch (2.10 or newer) until the process ends:
 A tensor of this device is a plain `torch.Tensor` that shares its memory with one on the CPU, on which the thread of the
 stream computes. So contents, strides, views and storages are real, and results are those of the CPU. A view costs no
 launch; an operation on lists of tensors costs one, or one for each tensor if the types in a list differ, as on CUDA. An
-operation on tensors of two devices is refused. There is no pinned memory, and the CPU's random numbers. A backward pass
+operation on tensors of two devices is refused. It has no pinned memory, and uses the CPU's random numbers. A backward pass
 computes in the first stream, and memory that was freed is not used again before all streams are done with it.
 """
 

@@ -372,7 +372,7 @@ def copied_beside() -> dict[str, Any]:
             copy = memory.copy(packing.pack(operator.model.state_dict()))
         for each in operator.model.state_dict().values():
             each.add_(1)
-        found["between"] = memory._beside is None
+        found["between"] = memory.beside is None
         found["waits"], found["done"] = dict(stream.waits - waits), handle.done()
         stream.release()
         copied = content_of(copy)
@@ -382,11 +382,11 @@ def copied_beside() -> dict[str, Any]:
         memory = HostMemory(DEVICE, module)
         for _ in range(2):  # the first one makes the stream
             copy = memory.copy(packing.pack(operator.model.state_dict()))
-            memory._beside.hold()
+            memory.beside.hold()
         trainer.train(num_steps=2)
         after = state_of(trainer)[: len(copied)]
         found["late"] = not copy._copied.query()
-        memory._beside.release()
+        memory.beside.release()
         trained, stayed = (float((content_of(copy) - each).abs().max()) for each in (after, before[: len(copied)]))
         return {**found, "trained": trained > 0.001, "stayed": stayed}
 

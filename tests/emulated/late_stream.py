@@ -51,10 +51,10 @@ class Stream:
         self._first = first or self
         self.launched = self.done = 0
         self.waits: Counter[str] = Counter()
-        self._counts = threading.Lock()
+        self.counting = threading.Lock()
         self._work: Queue[tuple[Callable[[], Any], int]] = Queue(MOST_AHEAD)
         self._running = threading.Event()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self.release()
         threading.Thread(target=self._run, name="late-device", daemon=True).start()
 
@@ -65,19 +65,19 @@ class Stream:
             call, count = self._work.get()
             self._running.wait()
             try:
-                if first._error is None or not count:
+                if first.error is None or not count:
                     call()
-                    with first._counts:
+                    with first.counting:
                         first.done += count
             except BaseException as error:
-                first._error = error
+                first.error = error
             del call  # and the memory that it holds
 
     @_as_torchs
     def launch(self, call: Callable[[], Any], count: int = 1) -> None:
         """Let the device do this later. `count` is the number of launches for which it stands."""
         self._raise_error()
-        with self._first._counts:
+        with self._first.counting:
             self._first.launched += count
         self._work.put((call, count))
 
@@ -127,7 +127,7 @@ class Stream:
         return event
 
     def _raise_error(self) -> None:
-        if (cause := self._first._error) is not None:
+        if (cause := self._first.error) is not None:
             error: Any = torch.AcceleratorError(f"CUDA error: {cause}")
             error.error_code = ILLEGAL_ADDRESS
             raise error from cause

@@ -23,7 +23,7 @@ class HostMemory:
     def __init__(self, device: torch.device, cuda: Any = None) -> None:
         self._device, self._cuda = device, torch.cuda if device.type == "cuda" else cuda
         self._kept: list[torch.Tensor] = []
-        self._beside: Any = None  # a stream
+        self.beside: Any = None  # the stream for copies to the host, once there was memory for others on the device
 
     def copy(self, layout: Layout) -> HostCopy:
         room = self._kept.pop() if self._kept else _room(0)  # no other thread takes it
@@ -41,7 +41,7 @@ class HostMemory:
         if self._cuda.mem_get_info(self._device)[0] > 2 * layout.size:  # beside what steps have needed up to now
             with suppress(torch.OutOfMemoryError):  # torch may have a limit of its own
                 copies = layout.on_device()
-                beside = self._beside = self._beside or self._cuda.Stream(self._device)
+                beside = self.beside = self.beside or self._cuda.Stream(self._device)
                 for each in copies:
                     each.record_stream(beside)
                 beside.wait_stream(stream)

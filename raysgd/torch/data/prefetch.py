@@ -37,10 +37,10 @@ class CudaCarrier(DeviceCarrier):
     `.to` is called when the batch is needed, because the memory that it allocates cannot be
     registered with the stream that uses it.
 
-    With `reuse`, the memory of a batch is used again once the batch is no longer held and the
-    device has done what was launched until then: the copy waits for an event. Code that uses a
-    batch on a stream of its own must let the current stream wait for that before it drops the
-    batch, so user code that gets the batches has none of this.
+    With `reuse`, a later batch gets the memory of one that nothing holds, once the device has done
+    what was launched until then: the copy waits for an event. Code that uses a batch on a stream of
+    its own must let the current stream wait for that before it drops the batch, so user code that
+    gets the batches has none of this.
     """
 
     ahead = True
@@ -54,7 +54,7 @@ class CudaCarrier(DeviceCarrier):
         self._free, self._arrived = deque[_Room](), deque[_Room]()
 
     def send(self, batch: Any) -> Any:
-        room = self._free.popleft() if self._free else _Room(self._device)
+        room = self._free.popleft() if self._free else _Room(self._device, keeps=self._reuse)
         with self._streams.stream(self._own):
             if room.left is not None:
                 self._own.wait_event(room.left)
@@ -78,15 +78,18 @@ class CudaCarrier(DeviceCarrier):
         if len(self._arrived) > HELD:
             earlier = self._arrived.popleft()
             if earlier.working == working and earlier.drop_held():
-                earlier.left = working.record_event(earlier.left)  # after the look: whoever uses it has launched that
+                earlier.left = working.record_event(
+                    earlier.left
+                )  # after the look: what uses it was launched before that
                 self._free.append(earlier)
 
 
 class _Room:
     """Memory of the device for one batch, which has tensors of its own that share it.
 
-    tensors  by their places in the batch, with their forms and the uses of their memory when nobody
-             else has it
+    keeps    whether a later batch is to have it
+    tensors  by their places in the batch, with their forms and the uses of their memory while only
+             this object has it
     place    of the next tensor
     new      what was allocated for the newest batch
     copied   the event after the copies
@@ -94,8 +97,8 @@ class _Room:
     left     the event after the last use
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self.place = device, 0
+    def __init__(self, device: torch.device, *, keeps: bool) -> None:
+        self._device, self._keeps, self.place = device, keeps, 0
         self.tensors: dict[int, tuple[torch.Tensor, Any, Any]] = {}
         self.new: list[torch.Tensor] = []
         self.copied: Any = None
@@ -114,7 +117,7 @@ class _Room:
             del own, self.tensors[place]  # before more memory is taken
         own = source.to(self._device, non_blocking=True)
         self.new.append(own)
-        if not ordinary or own.is_inference():
+        if not (self._keeps and ordinary) or own.is_inference():
             return own
         self.tensors[place] = own, _form(own), storage_uses(own)
         return own.detach()
