@@ -105,7 +105,9 @@ REFUSED_LATER: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.horovod if name == "Horovod" else ()) for name in REFUSED]
+)
 def test_arguments_that_exclude_parts_are_refused(name: str) -> None:
     given, says = REFUSED[name]
     with pytest.raises(ConfigError, match=says):
