@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from raysgd.constants import NUM_SAMPLES, NUM_STEPS, STEPPED_BY_TRAINER, USE_FP16, WEIGHT
 from raysgd.core import offers
+from raysgd.core.average_meters import AverageMeterCollection
 from raysgd.core.ranks import RankInfo
 from raysgd.data.sample_seeds import seeded_for
 from raysgd.data.sharded_stream import ShardedStream
@@ -131,7 +132,8 @@ class TrainingOperator(Scheduling):
             averages=Averages(settings.ema_decay),
             precision=make_precision(settings.options.precision or "fp32", self._device),
         )
-        internals = TorchInternals(settings, rank_info, parts, make_meter=DeviceMeters)
+        make_meter = AverageMeterCollection if self._device.type == "cpu" else DeviceMeters
+        internals = TorchInternals(settings, rank_info, parts, make_meter=make_meter)
         super().__init__(config, internals)
         internals.monitor = Monitor(settings.measures, parts)
         rule, usual, sharded = settings.elastic.lr, settings.num_workers, settings.options.parallel == "fsdp"
