@@ -18,7 +18,8 @@ class HostMemory:
     Then the memory is pinned, and the host launches the next step while the device copies what it
     has computed so far. Nothing changes a tensor before it is copied, no optimizer, no forward pass
     and no user code, because the device copies before the next step: to other memory of its own, if
-    twice as much is free, and from there beside the step."""
+    twice as much is free, and from there beside the step. For what is on another GPU, the host
+    waits."""
 
     def __init__(self, device: torch.device, cuda: Any = None) -> None:
         self._device, self._cuda = device, torch.cuda if device.type == "cuda" else cuda
@@ -40,14 +41,14 @@ class HostMemory:
         stream = self._cuda.current_stream(self._device)
         if self._cuda.mem_get_info(self._device)[0] > 2 * layout.size:  # beside what steps have needed up to now
             with suppress(torch.OutOfMemoryError):  # torch may have a limit of its own
-                copies = layout.on_device()
+                copies = layout.on_device(self._device)
                 beside = self.beside = self.beside or self._cuda.Stream(self._device)
                 for each in copies:
                     each.record_stream(beside)
                 beside.wait_stream(stream)
                 stream = beside
         with self._cuda.stream(stream):
-            layout.copy_to(room, non_blocking=True)
+            layout.copy_to(room, later=self._device)
             return stream.record_event()
 
 

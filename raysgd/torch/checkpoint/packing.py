@@ -32,17 +32,18 @@ class Layout:
             (_padded(each.nbytes) for each in tensors), initial=_padded(len(begin))
         )
 
-    def copy_to(self, room: torch.Tensor, *, non_blocking: bool = False) -> None:
-        """Copy the bytes to a buffer of the CPU."""
+    def copy_to(self, room: torch.Tensor, *, later: torch.device | None = None) -> None:
+        """Copy the bytes to a buffer of the CPU; what is on the device `later` as soon as its
+        stream does that."""
         room[: len(self._begin)].numpy()[:] = numpy.frombuffer(self._begin, numpy.uint8)
         for start, each in zip(self._starts, self._tensors, strict=True):
             if each.numel():
                 content = each.detach().contiguous().reshape(-1).view(torch.uint8)
-                room[start : start + each.nbytes].copy_(content, non_blocking=non_blocking)
+                room[start : start + each.nbytes].copy_(content, non_blocking=each.device == later)
 
-    def on_device(self) -> list[torch.Tensor]:
-        """Let the tensors of a GPU be copies there. Return them."""
-        made = {number: each.detach().clone() for number, each in enumerate(self._tensors) if not each.is_cpu}
+    def on_device(self, device: torch.device) -> list[torch.Tensor]:
+        """Let the tensors of this GPU be copies there. Return them."""
+        made = {number: each.detach().clone() for number, each in enumerate(self._tensors) if each.device == device}
         self._tensors = [made.get(number, each) for number, each in enumerate(self._tensors)]
         return list(made.values())
 

@@ -50,7 +50,7 @@ def model() -> dict[str, Any]:
 def test_a_device_without_memory_for_copies_copies_to_the_host(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch can have a limit of its own, which is not that of the device."""
 
-    def on_device(layout: packing.Layout) -> Any:
+    def on_device(layout: packing.Layout, device: torch.device) -> Any:
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(packing.Layout, "on_device", on_device)
@@ -110,9 +110,26 @@ def test_only_another_thread_waits_for_a_gpu(device: Device) -> None:
     assert torch.equal(seen[0]["weight"], torch.arange(1000.0))
 
 
+@pytest.mark.parametrize("device", [torch.device("cuda:0"), CPU])
+def test_only_what_is_on_the_device_is_copied_later(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """An event of one GPU tells nothing about another one."""
+    later: list[bool] = []
+    copy = torch.Tensor.copy_
+
+    def seen(into: Any, source: Any, non_blocking: bool = False) -> Any:
+        later.append(non_blocking)
+        return copy(into, source, non_blocking=non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", seen)
+    layout = packing.pack(model())
+    layout.copy_to(torch.empty(layout.size, dtype=torch.uint8), later=device)
+    assert later == [device == CPU] * 2
+    assert len(layout.on_device(device)) == (3 if device == CPU else 0)
+
+
 @pytest.mark.gpu
 def test_a_gpu_copies_between_two_steps_and_the_host_launches_on() -> None:
-    memory = HostMemory(torch.device("cuda"))
+    memory = HostMemory(torch.device("cuda:0"))
     weight = torch.zeros(1 << 26, device="cuda")
     with memory.copy(packing.pack({"weight": weight})):
         pass  # now its memory is there
