@@ -150,7 +150,7 @@ class Fp16(Autocast):
 
     def step(self, optimizer: Any) -> None:
         if id(optimizer) in self._stepped:
-            self._update()
+            self.update()
         self._stepped.add(id(optimizer))
         self.scaler.step(optimizer)
 
@@ -160,9 +160,11 @@ class Fp16(Autocast):
     def on_step(self, step: Step) -> None:
         """Change the scale once in each step, no matter how many optimizers stepped in it. Forget
         what an undone one has begun."""
-        self._update() if step.committed else self._abandon()
+        self.update() if step.committed else self._abandon()
 
-    def _update(self) -> None:
+    def update(self) -> None:
+        """Change the scale for the next backward pass, if an optimizer has made a step since the
+        last one."""
         if self._stepped:
             before = self.scaler.scale(self._one)
             self.scaler.update()

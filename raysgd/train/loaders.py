@@ -25,14 +25,14 @@ from raysgd.training.step import Drawn
 def distribute(loader: DataLoader[Any], rank_info: RankInfo) -> DataLoader[Any]:
     """Make a copy of the loader, with the same options, that reads this rank's part. Loaders that
     already divide their data, or that have no batches to divide, are returned as they are."""
-    if isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler):
+    given = loader.sampler if loader.batch_size is not None else loader.batch_sampler
+    divided = isinstance(getattr(given, "sampler", given), DistributedSampler)
+    if given is None or divided or isinstance(loader.dataset, IterableDataset):
         return loader
-    if loader.batch_size is None:
-        return loader
-    shuffles = isinstance(loader.sampler, RandomSampler)
-    if not shuffles and not isinstance(loader.sampler, SequentialSampler):
+    shuffles = isinstance(given, RandomSampler)
+    if not shuffles and not isinstance(given, SequentialSampler):
         raise ConfigError(
-            f"the loader has a custom sampler ({type(loader.sampler).__name__}), which raysgd cannot divide among "
+            f"the loader has a custom sampler ({type(given).__name__}), which raysgd cannot divide among "
             f"{rank_info.world_size} workers: pass add_dist_sampler=False and divide it yourself, or omit the sampler"
         )
     sampler: DistributedSampler[Any] = DistributedSampler(

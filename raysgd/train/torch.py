@@ -49,7 +49,10 @@ __all__ = [
     "prepare_data_loader",
     "prepare_model",
     "prepare_optimizer",
+    "unscale",
 ]
+
+SCALER = "scaler"  # the key of its state in that of a prepared optimizer
 
 
 def get_device() -> torch.device:
@@ -146,13 +149,23 @@ def accelerate(amp: bool = False) -> None:
 def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
     """Wrap the `optimizer` to unscale the gradients if the loss is scaled."""
     precision = current("torch.prepare_optimizer").precision
-    return ScaledOptimizer(optimizer, precision.scaler) if isinstance(precision, Fp16) else optimizer
+    return ScaledOptimizer(optimizer, precision) if isinstance(precision, Fp16) else optimizer
 
 
 def backward(tensor: torch.Tensor) -> None:
     """Compute the gradients of the loss, which mixed precision may scale first."""
     precision: Precision = current("torch.backward").precision or Precision()
+    if isinstance(precision, Fp16):
+        precision.update()
     precision.backward(tensor)
+
+
+def unscale(optimizer: Optimizer) -> None:
+    """Divide the gradients by the scale of the loss, to clip or read them before
+    `optimizer.step()`. Where the loss is not scaled, this does nothing."""
+    current("torch.unscale")
+    if isinstance(optimizer, ScaledOptimizer):
+        optimizer.unscale()
 
 
 class _InAutocast:
@@ -189,34 +202,47 @@ def _to_float32(value: Any, *_: Any) -> Any:
 
 
 class ScaledOptimizer(Optimizer):
-    """Wraps the user's optimizer, and shares its state. `step` uses the gradient scaler."""
+    """Wraps the user's optimizer, and shares its state. `step` uses the gradient scaler, which is
+    in `state_dict`, too."""
 
-    def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
+    def __init__(self, optimizer: Optimizer, precision: Fp16) -> None:
         # Optimizer.__init__ is not called: the wrapped optimizer has everything that it would create.
-        self.optimizer, self.scaler = optimizer, scaler
+        self.optimizer, self._precision = optimizer, precision
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("optimizer", "scaler"):
+        if name in ("optimizer", "_precision"):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        return self._precision.scaler
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Any = None) -> Any:
-        """Apply the gradients. If they overflowed, skip the step and lower the scale."""
-        result = self.scaler.step(self.optimizer) if closure is None else self.scaler.step(self.optimizer, closure)
-        self.scaler.update()
-        return result
+        """Apply the gradients. If they overflowed, leave the step out; the next backward pass has a
+        smaller scale."""
+        if closure is not None:
+            return self.scaler.step(self.optimizer, closure)  # which refuses it
+        self._precision.step(self.optimizer)
+        return None
+
+    def unscale(self) -> None:
+        self._precision.unscale(self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
+        self._precision.update()
+        return {**self.optimizer.state_dict(), SCALER: self._precision.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_dict)
+        if SCALER in state_dict:
+            self._precision.load(state_dict[SCALER])
+        self.optimizer.load_state_dict({name: each for name, each in state_dict.items() if name != SCALER})
 
 
 # -- profiling ----------------------------------------------------------------------------------------

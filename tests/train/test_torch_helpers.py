@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import math
 import random
 import types
 from collections import Counter, OrderedDict
@@ -18,10 +19,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from raysgd import train
+from raysgd.torch.precision import Fp16
 from raysgd.train import Trainer, loaders
+from raysgd.train.session_functions import current
 from tests.replicas import FunctionRank, in_function
 
 DATA = TensorDataset(torch.arange(10.0).unsqueeze(1))
@@ -109,8 +120,9 @@ def test_loaders_that_are_not_divided() -> None:
     complete = DataLoader(DATA, batch_size=5)
     prepared = in_function(lambda: train.torch.prepare_data_loader(complete, add_dist_sampler=False), ranks=2)
     assert len(prepared) == 2
-    for sampler in (SubsetRandomSampler([1, 2]), WeightedRandomSampler([1.0] * 10, 5)):
-        own = DataLoader(DATA, batch_size=5, sampler=sampler)
+    samplers = SubsetRandomSampler([1, 2]), WeightedRandomSampler([1.0] * 10, 5)
+    in_batches = DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 5, drop_last=False))
+    for own in (in_batches, *(DataLoader(DATA, batch_size=5, sampler=sampler) for sampler in samplers)):
         with pytest.raises(ValueError, match="add_dist_sampler=False"):
             in_function(lambda own=own: train.torch.prepare_data_loader(own), ranks=2)
     with pytest.raises(ValueError, match="takes a torch DataLoader"):
@@ -221,6 +233,70 @@ def test_a_copy_in_mixed_precision_computes_with_its_own_weights(
         return student(torch.ones(1, 2)).item(), teacher(torch.ones(1, 2)).item()
 
     assert in_function(function) == (2.0, 6.0)
+
+
+class Overflowing:
+    """Two models that share one scale on the CPU: the gradients of the first one are infinite."""
+
+    def __init__(self) -> None:
+        current("").precision = self.precision = Fp16(torch.device("cpu"))
+        self.models = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        self.first, self.second = (
+            train.torch.prepare_optimizer(torch.optim.SGD(each.parameters(), lr=1.0)) for each in self.models
+        )
+        for each in self.models:
+            nn.init.zeros_(each.weight)
+
+    def step(self) -> None:
+        loss: torch.Tensor = sum(each(torch.ones(1, 1)).sum() for each in self.models)  # type: ignore[assignment]
+        train.torch.backward(loss)
+        self.models[0].weight.grad.fill_(math.inf)
+        for each in (self.first, self.second):
+            each.step()
+            each.zero_grad()
+
+
+def test_the_scale_stays_until_all_optimizers_have_made_their_steps() -> None:
+    def function() -> list[float]:
+        overflowing = Overflowing()
+        overflowing.step()
+        overflowing.step()
+        return [each.weight.item() for each in overflowing.models]
+
+    assert in_function(function) == [0.0, -2.0]
+
+
+def test_the_scale_is_in_the_state_of_an_optimizer() -> None:
+    def overflow() -> Any:
+        overflowing = Overflowing()
+        overflowing.step()
+        state = overflowing.second.state_dict()
+        torch.optim.SGD(overflowing.models[1].parameters(), lr=0.1).load_state_dict(state)  # of a plain one, too
+        return state
+
+    def continued(state: Any) -> float:
+        continues = Overflowing()
+        continues.second.load_state_dict(state)
+        return continues.first.scaler.get_scale()
+
+    state = in_function(overflow)
+    assert in_function(lambda: continued(state)) == 2.0**15
+
+
+def test_gradients_are_clipped_once_they_are_unscaled() -> None:
+    def function() -> tuple[float, float]:
+        current("").precision = Fp16(torch.device("cpu"))
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = train.torch.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        train.torch.backward(model(torch.full((1, 1), 4.0)).sum())
+        train.torch.unscale(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        train.torch.unscale(torch.optim.SGD(model.parameters(), lr=1.0))  # does nothing
+        return norm.item(), model.weight.item()
+
+    assert in_function(function) == (4.0, pytest.approx(-1.0, abs=1e-5))
 
 
 def test_without_mixed_precision_the_helpers_change_nothing() -> None:
