@@ -233,6 +233,8 @@ class TorchTrainer(TrainerBase):
         return ShardedLoads(self._engine, drawn_anew, self._folder, is_sharded=self._factory.settings.is_sharded)
 
     def _newest_saved(self, wait: bool) -> Snapshot | None:
+        if wait:  # no worker writes any more what none has begun to write
+            self._loops.end_part()
         return self._loads.newest(wait)
 
     def _start_save(self, path: str) -> Callable[[], Any]:

@@ -249,7 +249,7 @@ class CheckpointFolder:
         Raise the error of an earlier save.
 
         Within a call, the thread also waits for what that has `measured`, calls `written` with the
-        path, and `fail` with an error. A worker's failure is none there: training continues."""
+        path, and `fail` with an error. A worker's failure is none: training continues."""
         self.wait()
         assert self._claim is not None
         check = self._claim.check
@@ -275,7 +275,7 @@ class CheckpointFolder:
                     written(path)
                     self._prune()
             except BaseException as error:
-                if measured is not None and isinstance(error, WriterFailed):
+                if isinstance(error, WriterFailed):
                     logger.warning("no automatic checkpoint was saved after step %d: %s", place.step, error)
                     return
                 self._error = error

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from raysgd.callbacks.history import History
@@ -211,7 +212,7 @@ class EpochLoops:
             return  # it was ended by a callback, and the script was killed afterwards
         if saved is not None and number < saved.loop:
             logger.warning(NO_EPOCHS, number, saved.loop)
-        elif done == count > 0 and not self._is_inside:
+        elif done >= count > 0 and not self._is_inside:
             logger.warning(ALL_DONE, count)
         self._begins, self._left = saved is None or number > saved.loop, 0
         for epoch in range(done + 1, count + 1):
@@ -253,7 +254,13 @@ class EpochLoops:
             if finite and (parameter := self._not_finite()):
                 logger.warning(WEIGHTS_NOT_FINITE, parameter)
                 finite = False
-            folder.save(self._place_at(step), score, self._history, self._start, script, finite=finite)
+            place = self._place_at(step)
+            save = partial(folder.save, place, score, self._history, self._start, script, finite=finite)
+            save()
+            if last:
+                folder.wait()
+                if place != folder.latest:  # a worker has failed, and no later save makes up for it
+                    save()
             self._schedule.note_save(step)
 
     def _score(self, rows_before: int, name: str | None) -> float | None:
@@ -337,6 +344,11 @@ class EpochLoops:
             within.end()
         if self._handle is not None:
             self._handle.end_unopened()
+
+    def is_answering(self) -> bool:
+        """Whether the ranks wait for the script, which begins a checkpoint within the call."""
+        within = self._within
+        return within is not None and within.is_answering()
 
     def _start_within(self, contents: Contents) -> Mapping[str, Any] | None:
         """Begin a checkpoint within the call. Return the arguments of the workers' save, or None if

@@ -265,6 +265,7 @@ class TrainerBase(ABC):
             redo=True,
             max_failures=max_retries,
             prepare=partial(self._loops.begin_part, self._loops.call),
+            is_waiting=self._loops.is_answering,
             compare=Call(ReplicaBase.summarize) if compares else None,
         )
 

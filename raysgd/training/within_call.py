@@ -124,6 +124,10 @@ class WithinCall:
                 del self._asked[step]
             return reply
 
+    def is_answering(self) -> bool:
+        """Whether the ranks wait for an answer, as while the storage is looked at."""
+        return self._lock.locked()
+
     def _begin(self, contents: Contents) -> Mapping[str, Any] | None:
         step = contents.progress.step
         try:

@@ -6,6 +6,7 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from raysgd import AutoCheckpoint, CheckpointError, ConfigError, TorchTrainer, shutdown_all
 from raysgd.callbacks import Callback, EarlyStopping
-from raysgd.training.auto_checkpoint import CheckpointFolder, SavedPlace
+from raysgd.core.metrics import Measured
+from raysgd.core.progress import Progress
+from raysgd.training.auto_checkpoint import CheckpointFolder, SavedPlace, WriterFailed
+from raysgd.training.writing import Question
 from tests import storing
 from tests.peek import finish_saves, leave_no_checkpoint_out
 from tests.torch.small import Line, inline, rows, weights
@@ -162,6 +166,15 @@ def test_every_says_when_a_checkpoint_is_made(tmp_path: Path, every: Any, step: 
         assert [row["kind"] for row in trainer.history] == ["train"]
         for _ in trainer.epochs(2):
             assert trainer.train()["batch_count"] == STEPS, "with those before the checkpoint"
+
+
+def test_a_loop_that_is_shorter_now_says_that_nothing_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with started(tmp_path) as trainer:
+        trainer.fit(3)
+    with started(tmp_path) as trainer:
+        trainer.fit(2)
+        assert trainer.history[-1]["step"] == 3 * STEPS
+    assert "nothing is left to train: the loop over trainer.epochs(2) had ended when the script did" in caplog.text
 
 
 def test_loops_that_were_complete_are_skipped(tmp_path: Path) -> None:
@@ -422,6 +435,49 @@ def test_a_save_that_fails_is_raised(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match=r"run.*cannot be a path here: Not a directory"),
     ):
         trainer.fit(2)
+
+
+def test_a_worker_that_fails_while_it_writes_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And the last checkpoint is made again, because no later one follows."""
+    with started(tmp_path) as trainer:
+        start, begun = trainer._loops._start, list[str]()
+
+        def fail_once(path: str) -> Callable[[], Any]:
+            finish = start(path)
+            begun.append(path)
+            return finish if begun.count(path) > 1 else fail
+
+        def fail() -> None:
+            raise WriterFailed("the worker that was sending the checkpoint failed (gone)")
+
+        trainer._loops._start = fail_once
+        trainer.fit(2)
+        assert trainer.latest_checkpoint == str(tmp_path / f"loop1-epoch00002-step{2 * STEPS:09}.pt")
+        assert [each.name for each in tmp_path.glob("*.json")] == [f"loop1-epoch00002-step{2 * STEPS:09}.json"]
+    lost = [each for each in caplog.messages if "no automatic checkpoint was saved after step" in each]
+    assert len(lost) == 2 and lost[0].endswith("the worker that was sending the checkpoint failed (gone)")
+
+
+def test_a_recovery_does_not_wait_for_a_checkpoint_that_no_worker_has_begun(tmp_path: Path) -> None:
+    with started(tmp_path, every=1) as trainer:
+        loops, waits, jobs = trainer._loops, list[bool](), list[Any]()
+        begin = loops._train.hand_out
+
+        def hand_out(path: str) -> Any:
+            waits.append(jobs[0].is_waiting())
+            return begin(path)
+
+        loops._train = replace(loops._train, hand_out=hand_out)
+        for _ in trainer.epochs(1):
+            jobs.append(job := trainer._train_job(None, False, None, 3))
+            job.prepare()
+            assert loops._within.answer(Question(0, Progress(step=1), Measured({}, 0))).arguments is not None
+            assert waits == [True] and not job.is_waiting(), "ranks wait for the script only while it makes the answer"
+            thread = threading.Thread(target=trainer._newest_saved, args=[True], daemon=True)
+            thread.start()
+            thread.join(30)
+            assert not thread.is_alive()
+            trainer.train()
 
 
 class Stream(IterableDataset[Any]):
