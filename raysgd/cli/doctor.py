@@ -44,7 +44,8 @@ Facts = Mapping[str, Any]
 def describe(driver: str) -> Facts:
     import psutil  # Ray brings it
 
-    installed = {each.name.lower(): each.version for each in metadata.distributions()}
+    # What an interrupted installation has left has no name.
+    installed = {each.name.lower(): each.version for each in metadata.distributions() if each.name}
     tried = {name: try_import(IMPORTS[name]) if name in installed else "0" for name in IMPORTS}
     interface = os.environ.get(INTERFACE) or interface_towards(driver, variable=INTERFACE)
     addresses = [each.address for each in psutil.net_if_addrs().get(interface, ()) if each.family == socket.AF_INET]

@@ -203,9 +203,9 @@ class CompiledOperator(TrainingOperator):
         given = self._class_weight()
         if not given:
             return x, y, weight
-        table = [float(given.get(number, 1.0)) for number in range(max(given) + 1)]
+        table = [float(given.get(number, 1.0)) for number in range(max(given) + 2)]  # the last one is for all above
         classes = tf.argmax(y, axis=-1) if len(y.shape) > 1 and y.shape[-1] > 1 else tf.reshape(y, [-1])
-        found = tf.gather(table, tf.cast(classes, tf.int32))
+        found = tf.gather(table, tf.minimum(tf.cast(classes, tf.int32), len(table) - 1))
         return x, y, found if weight is None else found * tf.cast(weight, found.dtype)
 
     def _class_weight(self) -> dict[int, float]:

@@ -166,7 +166,7 @@ def _request_resources(arguments: Mapping[str, Any]) -> Any:
         **(arguments.get("resources_per_worker") or {}),
     }
     count = arguments.get("num_workers", 1)
-    inline = count == 1 and not arguments.get("use_ray")
+    inline = count == 1 and not arguments.get("use_ray") and worker.keys() == {"CPU", "GPU"}
     own = {} if arguments.get("use_local") else {"CPU": 1.0}
     bundles = [{"CPU": 1.0, **worker}] if inline else [own, *[worker] * count]
     return make_placement(bundles)

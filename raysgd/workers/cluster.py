@@ -164,6 +164,8 @@ def _join_lasting(*, start: bool) -> str:
         found = lasting_cluster.address()
         if not (found or start):
             return ""
+        if found:
+            _probe(found, True)
         try:
             address = found or lasting_cluster.start(folder)
             foreign.use_token_if_available()
@@ -229,15 +231,22 @@ def _join(address: str, found: bool) -> None:
             "RAY_ADDRESS=local to start one of your own instead",
             address,
         )
-    if JOB_CONFIG not in os.environ and ":" in address:  # Ray itself has started a submitted job in its cluster
-        answer = foreign.probe_gcs(address, JOIN_S)
-        if answer != "ok":
-            raise ClusterError(_not_joined(address, found, NOT_JOINED.get(answer, f"failed: {answer}")))
+    _probe(address, found)
     try:
         context: Any = ray.init(address=address, logging_level=logging.WARNING)
     except Exception as error:
         raise ClusterError(_not_joined(address, found, f"failed ({described(error)})")) from error
     logger.info("connected to the Ray cluster at %s", context.address_info.get("gcs_address", address))
+
+
+def _probe(address: str, found: bool) -> None:
+    """Raise `ClusterError` within seconds if the cluster does not answer: Ray's own client waits
+    for minutes, and then ends this process."""
+    if JOB_CONFIG in os.environ or ":" not in address:  # Ray itself has started a submitted job in its cluster
+        return
+    answer = foreign.probe_gcs(address, JOIN_S)
+    if answer != "ok":
+        raise ClusterError(_not_joined(address, found, NOT_JOINED.get(answer, f"failed: {answer}")))
 
 
 def _not_joined(address: str, found: bool, why: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from raysgd.cli import doctor
 from raysgd.cli.doctor import FEWEST_FILES, LEAST_SHARED, judge, try_folder, try_import, try_ports
 from raysgd.cli.printing import Finding
 from raysgd.workers.cluster import Runner
@@ -61,6 +62,13 @@ def test_a_machine_with_too_few_open_files(tmp_path: Path) -> None:
     assert todo.strip().startswith("-> Before Ray starts: `ulimit -Hn 65536`")
     assert f"torch {metadata.version('torch')}" in done.stdout and f"ok    folder      {tmp_path}: " in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_a_package_whose_installation_was_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "broken-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "IMPORTS", {"torch": "print(0)"})
+    assert doctor.describe("127.0.0.1")["versions"]["torch"] == metadata.version("torch")
 
 
 def test_single_machines() -> None:

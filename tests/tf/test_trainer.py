@@ -110,10 +110,13 @@ def test_a_call_without_an_optimizer_step_warns_once(caplog: pytest.LogCaptureFi
     )
 
 
-def test_class_weights_equal_those_of_keras() -> None:
-    weights = {0: 0.5, 1: 1.0, 2: 4.0}
+@pytest.mark.parametrize(
+    ("weights", "given"), [({0: 0.5, 1: 1.0, 2: 4.0}, {0: 0.5, 1: 1.0, 2: 4.0}), ({0: 4.0, 1: 1.0, 2: 1.0}, {0: 4.0})]
+)
+def test_class_weights_equal_those_of_keras(weights: dict[int, float], given: dict[int, float]) -> None:
+    """Classes that are not given have the weight 1, as in Keras for arrays."""
     model = alone(1, class_weight=weights)
-    with of_creators({"fit_config": {"class_weight": weights}}) as trainer:
+    with of_creators({"fit_config": {"class_weight": given}}) as trainer:
         trainer.train()
         mine = trainer.get_model().get_weights()
     for expected, got in zip(model.get_weights(), mine, strict=True):

@@ -78,6 +78,8 @@ def test_each_trial_has_its_own_workers_and_a_killed_one_is_restarted(ray_cluste
             [{"CPU": 1}, {"CPU": 1, "TPU": 1}, {"CPU": 1, "TPU": 1}],
         ),
         ({"num_workers": 1, "use_gpu": "auto"}, {}, [{"CPU": 1}]),
+        ({"resources_per_worker": {"TPU": 1}}, {}, [{"CPU": 1}, {"CPU": 1, "TPU": 1}]),
+        ({"resources_per_worker": {"CPU": 2}}, {}, [{"CPU": 2}]),
     ],
 )
 def test_the_resources_of_a_trial(arguments: dict[str, Any], trial: dict[str, Any], bundles: list[Any]) -> None:

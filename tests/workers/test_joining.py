@@ -4,6 +4,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,6 +86,17 @@ def test_a_healthy_cluster_is_joined_with_an_announcement(
     assert [call["address"] for call in init] == [silent_port]
     assert f"joining the Ray cluster at {silent_port}, which was found on this machine" in caplog.text
     assert "RAY_ADDRESS=local" in caplog.text
+
+
+def test_a_lasting_cluster_without_its_gcs_is_an_error(monkeypatch: pytest.MonkeyPatch, init: list[Any]) -> None:
+    """Ray's own client would wait for minutes, and end the process."""
+    found(monkeypatch, "local")
+    monkeypatch.setattr(cluster.lasting_cluster, "locked", nullcontext)
+    monkeypatch.setattr(cluster.lasting_cluster, "address", lambda: "10.0.0.1:6379")
+    monkeypatch.setattr(foreign, "probe_gcs", lambda address, limit_s: "it did not answer within 60 s")
+    with pytest.raises(ClusterError, match=r"10\.0\.0\.1:6379, found on this machine, failed: it did not answer"):
+        cluster.join_running()
+    assert init == []
 
 
 def test_an_error_of_ray_while_joining_says_what_to_do(monkeypatch: pytest.MonkeyPatch, init: list[Any]) -> None:
