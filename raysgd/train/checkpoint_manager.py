@@ -111,7 +111,7 @@ class CheckpointManager:
         new = StoredCheckpoint(number, self.place_of(number), self._score(number, payload, metrics), dict(metrics))
         # Of equal checkpoints, the stored ones stay, and of these the newer ones.
         ranked = sorted([*self.stored, new], key=lambda each: (each.score, each is not new, each.number))
-        surplus = ranked[: len(ranked) - keep] if keep is not None else []
+        surplus = ranked[: max(len(ranked) - keep, 0)] if keep is not None else []
         if new not in surplus:
             self._write(new.path, payload)
         self.stored = [each for each in [*self.stored, new] if each not in surplus]

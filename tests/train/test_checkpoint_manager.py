@@ -34,6 +34,8 @@ KEPT: list[tuple[list[float], dict[str, Any], list[int], int | None]] = [
     ([3, 2, 1], {}, [1, 2, 3], 3),
     ([3, 2], {"num_to_keep": 0}, [], None),
     ([1, 1, 1], {"num_to_keep": 2}, [2, 3], 3),
+    ([1, 1, 1, 1], {"num_to_keep": 3}, [2, 3, 4], 4),
+    ([1, 4, 2, 3], {"num_to_keep": 3, "checkpoint_score_attribute": "loss"}, [2, 3, 4], 2),
     ([2, 4, 1, 3], {"num_to_keep": 2, "checkpoint_score_attribute": "loss"}, [2, 4], 2),
     (
         [2, 4, 1, 3],
