@@ -90,9 +90,8 @@ class Trainer(RunCheckpoints):
         workers = FunctionWorkers(config, num_workers, wanted, max_retries, elastic or DEFAULT_ELASTIC)
         self._executor = FunctionDriver(workers)
         self.storage, self.logdir = _make_places(logdir)
-        self._earlier = max(_find_newest_run(self.storage), _find_newest_run(self.logdir))
         self.history = History()  # all rounds that were fetched, of all runs
-        self._runs = 0
+        self._runs = self._newest = 0  # how many there were, and the number of the newest one
         self._to_tune: Any = None  # in a function that Tune runs: what adds checkpoints to its reports
 
     # -- life -----------------------------------------------------------------------------------------
@@ -153,7 +152,7 @@ class Trainer(RunCheckpoints):
         job, manager = self._prepare(train_func, config, *in_order(checkpoint, checkpoint_strategy, dataset))
         rounds = TrainingIterator(self._executor, make_callback_list(callbacks, history=self.history))
         ready = functools.partial(self._count_run, manager)
-        folder, earlier = self.logdir / self._run_name(self._runs + 1), self._runs
+        folder, earlier = self.logdir / f"run_{self._next:03d}", self._runs
         try:
             return rounds.run_to_end(job, manager, trainer="Trainer", folder=folder, ready=ready)
         finally:
@@ -179,7 +178,8 @@ class Trainer(RunCheckpoints):
         self, train_func: Any, config: Any, checkpoint: Any, strategy: Any, dataset: Any
     ) -> tuple[FunctionJob, CheckpointManager]:
         """Make the next run of this trainer, and what keeps its checkpoints."""
-        name = self._run_name(self._runs + 1)
+        self._next = self._find_next()
+        name = f"run_{self._next:03d}"
         job = FunctionJob(
             function=train_func,
             config=config,
@@ -192,7 +192,7 @@ class Trainer(RunCheckpoints):
 
     def _count_run(self, manager: CheckpointManager) -> None:
         """Count a run that begins, and create its directory."""
-        self._runs += 1
+        self._runs, self._newest = self._runs + 1, self._next
         self.create_run_dir()
         if in_trial.is_trial():
             from raysgd.train.trials import TrialReports
@@ -246,7 +246,7 @@ class Trainer(RunCheckpoints):
         state = "not active" if not self._executor.is_started else "running" if self._executor.is_running else "idle"
         workers = self._executor.workers
         described = f"{type(workers.backend).__name__}, {counted(workers.num_workers, 'worker')}"
-        newest = f", newest {self._run_name(self._runs)}" if self._runs else ""
+        newest = f", newest run_{self._newest:03d}" if self._runs else ""
         return f"Trainer({described}, {self._runs} run{'' if self._runs == 1 else 's'}{newest}, {state})"
 
     @property
@@ -257,7 +257,7 @@ class Trainer(RunCheckpoints):
     @property
     def latest_run_dir(self) -> Path | None:
         """The newest run's directory on this machine, or None before the first run."""
-        return self.logdir / self._run_name(self._runs) if self._runs else None
+        return self.logdir / f"run_{self._newest:03d}" if self._runs else None
 
     @staticmethod
     def create_logdir(log_dir: str | Place | None) -> Place:
@@ -274,8 +274,9 @@ class Trainer(RunCheckpoints):
         """Load the dictionary of the checkpoint stored at `checkpoint_file_path`."""
         return Checkpoint.from_uri(checkpoint_file_path).to_dict()
 
-    def _run_name(self, number: int) -> str:
-        return f"run_{self._earlier + number:03d}"
+    def _find_next(self) -> int:
+        """The number of the next run: other trainers may have made runs here since the last one."""
+        return 1 + max(self._newest, _find_newest_run(self.storage), _find_newest_run(self.logdir))
 
     @property
     def checkpoint_manager(self) -> CheckpointManager | None:

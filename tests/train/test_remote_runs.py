@@ -99,7 +99,7 @@ def test_a_trainer_stores_its_runs_on_s3(made: Callable[..., Trainer], bucket: s
         "the third run saved nothing, and the fourth keeps none in storage"
     )
 
-    assert Trainer("none", logdir=bucket)._earlier == 4, "the runs of another trainer get other names"
+    assert Trainer("none", logdir=bucket)._find_next() == 5, "the runs of another trainer get other names"
 
 
 def names_in(bucket: str, name: str) -> list[str]:

@@ -71,6 +71,18 @@ def test_before_start_and_after_shutdown(ray_cluster: None, tmp_path: Path) -> N
     made.shutdown()
 
 
+def test_trainers_with_one_logdir_have_runs_of_their_own(ray_cluster: None, tmp_path: Path) -> None:
+    """Also those that were made before the other one had a run."""
+    trainers = [Trainer("none", logdir=tmp_path) for _ in range(2)]
+    for name in ("first", "second"):
+        for each in trainers:
+            with each:
+                each.run(lambda config: train.save_checkpoint(**config), config={"of": f"{name} run of {id(each)}"})
+    for number, each in enumerate(trainers):
+        assert each.latest_run_dir == tmp_path / f"run_{number + 3:03d}"
+        assert each.best_checkpoint["of"] == f"second run of {id(each)}"
+
+
 class Counter:
     def __init__(self, start: int, step: int = 1) -> None:
         self.value, self.step = start, step
