@@ -81,6 +81,7 @@ class ElasticState:
         session.is_elastic = True
         self._parts = {name: _unwrap(part) for name, part in parts.items() if _has_state_dict(part)}
         self._values = {name: part for name, part in parts.items() if not _has_state_dict(part)}
+        mapped(_refuse_hidden, self._values)
         content, reports = self._commit.kept
         self._unread: list[str] = []  # counters that were restored, until one is read
         if content is not None:
@@ -174,6 +175,14 @@ def _broadcast_from_rank_0(content: bytes | None) -> bytes:
         )
     assert box[0] is not None
     return box[0]
+
+
+def _refuse_hidden(part: Any, *path: Any) -> None:
+    if _has_state_dict(part):
+        raise ConfigError(
+            f"train.elastic got a {type(part).__name__} inside of {path[0]!r}. It would restore a copy there, and not the object that "
+            "the function uses. Pass each object under a name of its own"
+        )
 
 
 def _has_state_dict(part: Any) -> bool:

@@ -16,7 +16,7 @@ from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.data.prefetch import DeviceCarrier, make_carrier
-from raysgd.torch.data.sampling import is_planned
+from raysgd.torch.data.sampling import batches_per_epoch, is_planned
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.parts import move
 from raysgd.training.step import Drawn
@@ -24,13 +24,15 @@ from raysgd.training.step import Drawn
 
 def distribute(loader: DataLoader[Any], rank_info: RankInfo) -> DataLoader[Any]:
     """Make a copy of the loader, with the same options, that reads this rank's part. Loaders that
-    already divide their data, or that have no batches to divide, are returned as they are."""
-    given = loader.sampler if loader.batch_size is not None else loader.batch_sampler
-    divided = isinstance(getattr(given, "sampler", given), DistributedSampler)
-    if given is None or divided or isinstance(loader.dataset, IterableDataset):
+    already divide their data are returned as they are."""
+    if isinstance(loader.dataset, IterableDataset):
         return loader
-    shuffles = isinstance(given, RandomSampler)
-    if not shuffles and not isinstance(given, SequentialSampler):
+    own_batches = loader.batch_size is None and loader.batch_sampler is not None
+    given: Any = loader.batch_sampler if own_batches else loader.sampler
+    if isinstance(getattr(given, "sampler", given), DistributedSampler):
+        return loader
+    shuffles, rows = type(given) is RandomSampler and not given.replacement, len(loader.dataset)  # type: ignore[arg-type]
+    if not (shuffles or type(given) is SequentialSampler) or len(given) != rows:
         raise ConfigError(
             f"the loader has a custom sampler ({type(given).__name__}), which raysgd cannot divide among "
             f"{rank_info.world_size} workers: pass add_dist_sampler=False and divide it yourself, or omit the sampler"
@@ -44,7 +46,8 @@ def distribute(loader: DataLoader[Any], rank_info: RankInfo) -> DataLoader[Any]:
     )
     copied = copy.copy(loader)
     # DataLoader forbids assigning a sampler after __init__; only these attributes depend on it.
-    batches = torch.utils.data.BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    size = loader.batch_size  # None: each item is a batch
+    batches = None if size is None else torch.utils.data.BatchSampler(sampler, size, loader.drop_last)
     copied.__dict__.update(sampler=sampler, batch_sampler=batches, _iterator=None)
     return copied
 
@@ -119,8 +122,10 @@ class ElasticLoader:
 
     def __len__(self) -> int:
         """How many batches each rank has left of the open epoch, or those of a new one."""
+        loader, workers = self._source.loader, self._rank_info.world_size
         if not self._open or self._given:
-            return len(self._source.loader)
+            new = batches_per_epoch(loader, workers, divided=True)
+            return len(loader) if new is None else new
         return self._source.steps_left(self._rank_info, self._offset)
 
     def close(self) -> None:

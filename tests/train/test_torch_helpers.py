@@ -24,12 +24,13 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
 
-from raysgd import train
+from raysgd import ConfigError, train
 from raysgd.torch.precision import Fp16
 from raysgd.train import Trainer, loaders
 from raysgd.train.session_functions import current
@@ -55,6 +56,15 @@ def test_a_prepared_loader_keeps_its_options_and_reads_one_part() -> None:
         assert [len(batch) for batch in batches] == [2, 2]
         seen += [value for batch in batches for value in batch]
     assert len(set(seen)) == 8
+
+
+def test_items_that_are_batches_are_divided_too() -> None:
+    items = DataLoader(DATA, batch_size=None)
+    parts = [
+        [int(row) for (row,) in in_function(lambda: train.torch.prepare_data_loader(items), rank=rank, ranks=2)]
+        for rank in range(2)
+    ]
+    assert parts == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
 
 
 def test_a_shuffling_loader_has_another_order_in_each_epoch() -> None:
@@ -120,7 +130,8 @@ def test_loaders_that_are_not_divided() -> None:
     complete = DataLoader(DATA, batch_size=5)
     prepared = in_function(lambda: train.torch.prepare_data_loader(complete, add_dist_sampler=False), ranks=2)
     assert len(prepared) == 2
-    samplers = SubsetRandomSampler([1, 2]), WeightedRandomSampler([1.0] * 10, 5)
+    some = RandomSampler(DATA, replacement=True, num_samples=4), SequentialSampler(range(4))
+    samplers = SubsetRandomSampler([1, 2]), WeightedRandomSampler([1.0] * 10, 5), *some
     in_batches = DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 5, drop_last=False))
     for own in (in_batches, *(DataLoader(DATA, batch_size=5, sampler=sampler) for sampler in samplers)):
         with pytest.raises(ValueError, match="add_dist_sampler=False"):
@@ -188,6 +199,13 @@ class OwnWrapper(DistributedDataParallel):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+@pytest.mark.parametrize("hidden", [[nn.Linear(1, 1)], {"first": nn.Linear(1, 1)}, (1, [nn.Linear(1, 1)])])
+def test_a_model_within_a_container_is_refused(hidden: Any) -> None:
+    """A copy of it would be restored, and not the one that the function trains."""
+    with pytest.raises(ConfigError, match=r"got a Linear inside of 'models'.*name of its own"):
+        in_function(lambda: train.elastic({"models": hidden, "epoch": 0}))
 
 
 WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -359,7 +377,7 @@ def test_an_elastic_loader_resumes_from_its_state() -> None:
         return in_function(lambda: train.torch.elastic_data_loader(loader), rank=rank, ranks=ranks)
 
     complete = make()
-    assert len(complete) == 7
+    assert len(complete) == 7 and len(make(1, 2)) == 4
     iterator = iter(complete)
     seen = [value for _ in range(3) for value in next(iterator)[0].tolist()]
     state = complete.state_dict()
