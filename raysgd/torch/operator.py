@@ -432,7 +432,7 @@ class TrainingOperator(Scheduling):
         if parts.options.parallel is not None:
             refuse_wrapped(bare)
         check_parts(bare, parts.as_list(optimizers), criterion, parts.as_list(schedulers))
-        self._warn_of_parts(bare, parts.as_list(optimizers), criterion)
+        self._warn_of_parts(bare, parts.as_list(optimizers))
         if schedulers is not None and self.scheduler_step_freq is None:
             raise ConfigError(
                 "register got schedulers, but the trainer does not say when they step: pass it "

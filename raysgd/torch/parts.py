@@ -333,10 +333,9 @@ def check_parts(models: list[Any], optimizers: list[Any], criterion: Any, schedu
             )
 
 
-def strays(models: list[Any], optimizers: list[Any], criterion: Any) -> Iterator[tuple[str, int]]:
-    """Yield optimizers with how many of their parameters no registered part has."""
-    parts = [*models, *([criterion] if isinstance(criterion, nn.Module) else ())]
-    held = {id(parameter) for part in parts for parameter in part.parameters()}
+def strays(models: list[Any], optimizers: list[Any]) -> Iterator[tuple[str, int]]:
+    """Yield optimizers with how many of their parameters no registered model has."""
+    held = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:
         groups = getattr(optimizer, "param_groups", None) or ()
         if stray := {id(parameter) for group in groups for parameter in group["params"]} - held:

@@ -100,9 +100,24 @@ class Bf16(Autocast):
 
 
 class Scaler(torch.amp.GradScaler):
-    """Notes whether the user's code uses it."""
+    """Notes whether the user's code uses it, and whose gradients are `unscaled`."""
 
     scaled = stepping = False
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self.unscaled: set[int] = set()
+
+    def unscale_(self, optimizer: Any) -> None:
+        super().unscale_(optimizer)
+        self.unscaled.add(id(optimizer))
+
+    def begin_again(self, optimizer: Any) -> None:
+        """Let the optimizer make one more step with this scale. What the step before has found
+        counts when the scale is changed."""
+        found = self._per_optimizer_states.pop(id(optimizer))
+        self._per_optimizer_states[id(found)] = found
+        self.unscaled.discard(id(optimizer))
 
     def scale(self, outputs: Any) -> Any:
         self.scaled = True
@@ -127,7 +142,6 @@ class Fp16(Autocast):
         super().__init__(device)
         self.scaler = Scaler(device.type)
         self._stepped: set[int] = set()
-        self._unscaled: set[int] = set()
         self._one = torch.ones((), device=device)
         self._skipped = torch.zeros((), device=device)
 
@@ -144,15 +158,19 @@ class Fp16(Autocast):
         self.scaler.scale(loss).backward()
 
     def unscale(self, optimizer: Any) -> None:
-        if id(optimizer) not in self._unscaled:
-            self._unscaled.add(id(optimizer))
+        self._begin_again(optimizer)
+        if id(optimizer) not in self.scaler.unscaled:  # by the user's code
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Any) -> None:
-        if id(optimizer) in self._stepped:
-            self.update()
+        self._begin_again(optimizer)
         self._stepped.add(id(optimizer))
         self.scaler.step(optimizer)
+
+    def _begin_again(self, optimizer: Any) -> None:
+        if id(optimizer) in self._stepped:
+            self._stepped.discard(id(optimizer))
+            self.scaler.begin_again(optimizer)
 
     def leave_out(self, optimizer: Any) -> None:
         self._stepped.add(id(optimizer))  # infinite gradients make the scale smaller, as in a step
@@ -171,7 +189,7 @@ class Fp16(Autocast):
             # The scale decreases exactly when a step was skipped. The sum stays on the device, so the CPU need not wait.
             self._skipped = self._skipped + (self.scaler.scale(self._one) < before)
         self._stepped.clear()
-        self._unscaled.clear()
+        self.scaler.unscaled.clear()
 
     def skipped(self) -> int:
         return int(self._skipped.item())
@@ -185,7 +203,6 @@ class Fp16(Autocast):
         self.scaler.scaled = scaled
         self.scaler.load_state_dict(kept)
         self._stepped.clear()
-        self._unscaled.clear()
 
     def state(self) -> dict[str, Any] | None:
         return dict(self.scaler.state_dict())

@@ -124,7 +124,7 @@ class LeaveOut(Policy):
         return self._parts.calls.control
 
     def _forget(self) -> None:
-        self._left_out = self._went = self._counts = False
+        self._left_out = self._went = self._counts = self._judged = False
         self._losses: list[tuple[torch.Tensor, Any]] = []
 
     def on_epoch(self, feed: Feed) -> None:
@@ -146,6 +146,8 @@ class LeaveOut(Policy):
     def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
         """Note the loss of a backward pass, and what it counts."""
         # A CUDA graph's next forward pass writes its loss to the same memory.
+        if self._judged:  # a step was made with those before
+            self._losses, self._judged = [], False
         kept = loss.detach() if step.closing else loss.detach().clone()
         samples = step.current.weight * step.samples if self._exact else step.samples
         self._losses.append((kept, samples if step.count is None else count_of(step)))
@@ -168,7 +170,7 @@ class LeaveOut(Policy):
         refused = self._rule is not None and not infinite and self._is_refused(self._rule, loss)
         if refused and too_many:
             raise NonFiniteError(REFUSED)
-        self._losses = []
+        self._judged = True
         self._left_out, self._went = self._left_out or infinite or refused, True
         # A gradient scaler counts the steps with infinite gradients itself.
         self._counts |= refused or (infinite and self._parts.precision.key != "amp_native")

@@ -198,6 +198,38 @@ def test_a_rule_needs_the_loss() -> None:
         trainer.train()
 
 
+class TwoOfOneLoss(Line):
+    """Weight and bias have an optimizer each, which make their steps after one backward pass."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        model = torch.nn.Linear(2, 1)
+        optimizers = [torch.optim.SGD([each], lr=0.1) for each in model.parameters()]
+        self.model, self.optimizers, self.criterion = self.register(
+            models=model, optimizers=optimizers, criterion=torch.nn.MSELoss()
+        )
+        self.register_data(**self.loaders(config))
+        self.seen: list[float] = []
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        loss = self.criterion(self.model(batch[0]), batch[1])
+        self.zero_grad()
+        self.backward(loss)
+        for each in self.optimizers:
+            self.step(each)
+        return {"train_loss": loss.detach()}
+
+    def skip_step(self, info: dict[str, Any]) -> bool:
+        self.seen.append(info["loss"])
+        return False
+
+
+def test_a_rule_sees_the_loss_of_each_optimizers_step() -> None:
+    with inline(TwoOfOneLoss) as trainer:
+        steps = trainer.train()["batch_count"]
+        seen = operator_of(trainer).seen
+    assert len(seen) == 2 * steps and seen[::2] == seen[1::2] and len(set(seen)) == steps
+
+
 def test_schedulers_created_later_and_closures() -> None:
     class Later(Bad):
         def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

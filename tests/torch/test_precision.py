@@ -1,6 +1,7 @@
 """Precisions on the CPU: training works in each of them, also in custom loops."""
 
 import importlib.util
+import math
 from typing import Any
 
 import pytest
@@ -79,8 +80,9 @@ def two_optimizers(precision: str, steps: list[tuple[int, ...]]) -> list[torch.T
             with number.autocast():
                 loss = (models[index](torch.ones(4, 2)) - 1).pow(2).mean()
             number.backward(loss, optimizers[index])
-            number.unscale(optimizers[index])
-            number.unscale(optimizers[index])
+            for _ in range(2):
+                number.unscale(optimizers[index])
+            nn.utils.clip_grad_norm_(models[index].parameters(), 0.5)
             number.step(optimizers[index])
         number.on_step(Step())
     return [nn.utils.parameters_to_vector(model.parameters()).detach() for model in models]
@@ -90,6 +92,37 @@ def two_optimizers(precision: str, steps: list[tuple[int, ...]]) -> list[torch.T
 def test_several_optimizers_share_one_scale(steps: list[tuple[int, ...]]) -> None:
     for full, half in zip(two_optimizers("fp32", steps), two_optimizers("fp16", steps), strict=True):
         assert torch.allclose(full, half, atol=5e-3)
+
+
+def test_a_step_that_overflows_changes_no_later_step_of_its_batch() -> None:
+    precision = calm(Fp16(torch.device("cpu")))
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for gradient in (math.inf, None):
+        precision.backward(model(torch.ones(1, 1)).sum())
+        if gradient is not None:
+            model.weight.grad.fill_(gradient)
+        precision.unscale(optimizer)
+        precision.step(optimizer)
+        optimizer.zero_grad()
+    assert model.weight.item() == -1.0 and precision.scaler.get_scale() == 16.0
+    precision.update()
+    assert precision.scaler.get_scale() == 8.0
+
+
+def test_what_user_code_has_unscaled_is_not_unscaled_again() -> None:
+    precision = calm(Fp16(torch.device("cpu")))
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        precision.backward(model(torch.ones(1, 1)).sum())
+        precision.scaler.unscale_(optimizer)
+        precision.unscale(optimizer)
+        assert model.weight.grad.item() == 1.0
+        precision.step(optimizer)
+        optimizer.zero_grad()
+        precision.update()
 
 
 def test_an_interrupted_batch_does_not_change_the_scaler() -> None:

@@ -256,6 +256,33 @@ def test_a_layer_that_is_replaced_after_its_optimizer_was_created_is_named(first
     assert [said in each for each in caplog.messages] == [True] * (not first)
 
 
+class Centers(torch.nn.Module):
+    """A criterion that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target - self.center).pow(2).mean()
+
+
+class TrainedCriterion(Line):
+    def setup(self, config: dict[str, Any]) -> None:
+        model, criterion = torch.nn.Linear(2, 1), Centers()
+        optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+        registered = self.register(models=model, optimizers=optimizer, criterion=criterion)
+        self.model, self.optimizer, self.criterion = registered
+        self.register_data(**self.loaders(config))
+
+
+def test_a_criterion_that_is_trained_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """No checkpoint has its parameters."""
+    with inline(TrainedCriterion) as trainer:
+        trainer.train()
+    assert [each for each in caplog.messages if "holds parameters that no registered model has: 1." in each]
+
+
 def test_a_parameter_group_that_is_added_after_setup_is_refused_in_the_next_call() -> None:
     def add(operator: Any) -> None:
         operator.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
