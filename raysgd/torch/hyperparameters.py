@@ -38,7 +38,7 @@ def made_with(parts: Any) -> dict[str, Any]:
             of = f"group {place} of " * (len(groups) > 1) + f"optimizers[{number}] ({type(optimizer).__name__})"
             found |= {f"{name} of {of}": value for name, value in group.items() if name not in LEFT_OUT}
             found[f"lr of {of}"] = found.pop(f"initial_lr of {of}", group.get("lr"))
-    for number, scheduler in enumerate(_all(parts.schedulers)):
+    for number, scheduler in enumerate(with_nested(parts.schedulers)):
         of, own = f"schedulers[{number}] ({type(scheduler).__name__})", getattr(scheduler, "__dict__", {})
         found |= {f"{name} of {of}": value for name, value in own.items() if name not in LEFT_OUT}
     return {name: value for name, each in found.items() if (value := plain(each)) is not None}
@@ -81,7 +81,7 @@ def retune(operator: Any, chosen: Iterable[Option], changed: Mapping[str, tuple[
             continue
         if "initial_lr" in group:
             group["initial_lr"] = _scaled(group["initial_lr"], old, new)
-        for scheduler in _all(parts.schedulers):
+        for scheduler in with_nested(parts.schedulers):
             rates = getattr(scheduler, "base_lrs", None)
             if rates is not None and scheduler.optimizer is optimizer:
                 rates[option.group] = _scaled(rates[option.group], old, new)
@@ -95,8 +95,8 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _all(schedulers: Iterable[Any]) -> Iterator[Any]:
+def with_nested(schedulers: Iterable[Any]) -> Iterator[Any]:
     """Yield the schedulers, and those inside of others (SequentialLR, ChainedScheduler)."""
     for scheduler in schedulers:
         yield scheduler
-        yield from _all(nested_schedulers(scheduler))
+        yield from with_nested(nested_schedulers(scheduler))

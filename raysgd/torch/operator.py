@@ -31,6 +31,7 @@ from raysgd.torch.buffers import KeepBuffers
 from raysgd.torch.data.sampling import batches_per_epoch
 from raysgd.torch.dealing import Dealer
 from raysgd.torch.fsdp import Shards, shard_layers
+from raysgd.torch.hyperparameters import with_nested
 from raysgd.torch.internals import TorchInternals
 from raysgd.torch.meters import DeviceMeters
 from raysgd.torch.monitor import Communication, GradientNorm, Monitor
@@ -256,8 +257,7 @@ class TrainingOperator(Scheduling):
 
     def _warn_of_schedulers(self) -> None:
         """Warn if `setup` has created a scheduler that it has not registered."""
-        registered = self._parts.schedulers
-        known = {id(part) for each in registered for part in (each, *getattr(each, "_schedulers", ()))}
+        known = set(map(id, with_nested(self._parts.schedulers)))
         for name, value in vars(self).items():
             if isinstance(value, LRScheduler) and id(value) not in known:
                 self._internals.warn_once(NOT_REGISTERED, name, type(value).__name__, name)

@@ -559,6 +559,22 @@ def test_what_is_forgotten_is_named_once(
     assert len(caplog.messages) == bool(message) and message in "".join(caplog.messages)
 
 
+def test_a_scheduler_inside_of_registered_ones_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    def setup(self: Any, config: dict[str, Any]) -> None:
+        registering(schedulers=chained).setup(self, config)
+        self.warmup = inner[0]
+
+    def chained(model: Any, optimizer: Any) -> Any:
+        inner[:] = [torch.optim.lr_scheduler.ConstantLR(optimizer), one_schedule(model, optimizer)]
+        sequence = torch.optim.lr_scheduler.SequentialLR(optimizer, inner, milestones=[2])
+        return torch.optim.lr_scheduler.ChainedScheduler([sequence])
+
+    inner: list[Any] = []
+    with inline(own(setup=setup), scheduler_step_freq="batch") as trainer:
+        trainer.train()
+    assert not caplog.messages
+
+
 def test_a_loop_that_does_not_train_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     with inline(Line) as trainer:
         for _ in trainer.epochs(3):
