@@ -505,7 +505,8 @@ def look_for_an_abort_without_the_device(patch: Patch) -> None:
 
 @mutant(f"{NCCL}a_step_with_broken_gradients_changes_nothing")
 def let_steps_act_on_broken_gradients(patch: Patch) -> None:
-    instead("raysgd.torch.whole_gradients.WholeGradients._look", lambda self, **_: None)(patch)
+    for look in ("check", "unchecked", "look_again", "before_commit"):
+        instead(f"raysgd.torch.whole_gradients.WholeGradients.{look}", lambda self, *_: None)(patch)
 
 
 @mutant(f"{HOST}while_a_failure_is_handled_every_exception_is_an_interruption")
