@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +9,7 @@ import torch
 from raysgd.errors import ConfigError
 from raysgd.horovod.arguments import HorovodArguments
 from raysgd.horovod.foreign import has_unsent_gradients, stop_sending
+from raysgd.torch.closures import after_gradients
 from raysgd.torch.foreign import run_after_backward
 from raysgd.torch.wrapping import Exchange
 
@@ -68,7 +67,7 @@ class HorovodExchange(Exchange):
     """Owns a new sender for each optimizer in each generation. Gives all ranks rank 0's state."""
 
     def __init__(self, arguments: HorovodArguments) -> None:
-        self._arguments, self.at_the_step = arguments, arguments.op == "sum"
+        self._arguments = arguments
         self._models: list[Any] = []
         self._optimizers: list[Any] = []
         self._senders: dict[int, Sender] = {}
@@ -114,20 +113,7 @@ class HorovodExchange(Exchange):
         """Finish the exchange before any step of an optimizer, whichever code makes it. A closure
         computes its gradients within the step, so finish the exchange after the closure."""
         self.finish(optimizer)
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], self._finishing(optimizer, args[1]), *args[2:]), kwargs
-        if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._finishing(optimizer, kwargs["closure"])}
-        return None
-
-    def _finishing(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-        @functools.wraps(closure)
-        def wrapped() -> Any:
-            loss = closure()
-            self.finish(optimizer)
-            return loss
-
-        return wrapped
+        return after_gradients(args, kwargs, lambda: self.finish(optimizer))
 
 
 def _named(number: int, optimizer: Any) -> list[tuple[str, Any]]:

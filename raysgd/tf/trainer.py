@@ -204,10 +204,8 @@ class TFTrainer(TrainerBase):
         """
         at_least("batch_size", batch_size, 1, whole=True)
         self._saves.raise_failed()
-        ranks = self._predicted(TFReplica.predict, batches=self._packed(_batches(data, batch_size)))
-        outputs = [(offset, rank, each) for rank, own in enumerate(ranks) for offset, each in own]
-        outputs.sort(key=lambda output: output[:2])
-        return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *(each for *_, each in outputs))
+        outputs = self._predicted(TFReplica.predict, batches=self._packed(_batches(data, batch_size)))
+        return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *outputs)
 
     # -- models and state -----------------------------------------------------------------------------
 

@@ -310,11 +310,6 @@ def remove_sharding(model: nn.Module) -> None:
         module.__class__ = type(module).__mro__[2]  # before it are FSDP's class for this one, and FSDPModule
 
 
-def module_versions(state: Any) -> Any:
-    """The module versions that torch attaches to a model's `state_dict`, or None."""
-    return getattr(state, "_metadata", None)
-
-
 def loads_by_copying(model: nn.Module) -> bool:
     """Whether `load_state_dict` of this model does nothing but copy the tensors of its
     `state_dict`: no module has its own way to do either, or a hook."""
@@ -340,7 +335,7 @@ def loads_by_copying(model: nn.Module) -> bool:
 def with_module_versions(content: dict[Any, Any], state: Any) -> dict[Any, Any]:
     """Add the versions of modules to the content of a changed copy of `state`, if that is a
     model's: modules that convert older states read them when they load."""
-    if (versions := module_versions(state)) is None:
+    if (versions := getattr(state, "_metadata", None)) is None:
         return content
     versioned: Any = OrderedDict(content)  # a plain dict has no attributes
     versioned._metadata = versions

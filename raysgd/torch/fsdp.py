@@ -87,10 +87,6 @@ class Shards:
         """Let the models hold their shards only, also after a batch that an error has ended."""
         for model in self._models:
             reset_iteration(model)
-        self.reshard()
-
-    def reshard(self) -> None:
-        """Let the models hold their shards only, between two batches."""
         for module in self._modules():
             module.reshard()
 

@@ -217,7 +217,6 @@ class TrainingOptions:
 
     def check_with(self, *, num_workers: int, use_gpu: bool, elastic: ElasticConfig, name: str | None = None) -> None:
         """Raise ConfigError for other arguments of the trainer that exclude these options."""
-        self.check_ddp(self.ddp_args)
         given = {**vars(self), "comm_hook": self.hook_name, "use_gpu": use_gpu, "name": name, **vars(elastic)}
         refuse((*WITH_ON_OOM, *(EXCLUDED_WITH_SEVERAL_WORKERS if num_workers > 1 else ())), given)
         if self.parallel is None and num_workers > 1:

@@ -255,13 +255,9 @@ class TorchBackend:
         return total
 
     def is_interruption(self, error: BaseException) -> bool:
-        return is_peer_failure(error)
-
-
-def is_peer_failure(error: BaseException) -> bool:
-    """Whether a peer or the network failed, by the error's type or, for gloo, its text. An error
-    that was raised while such an error was handled counts, too."""
-    return any(
-        isinstance(each, dist.DistError) or (isinstance(each, RuntimeError) and GLOO.search(str(each)) is not None)
-        for each in causes_of(error)
-    )
+        """Whether a peer or the network failed, by the error's type or, for gloo, its text. An
+        error that was raised while such an error was handled counts, too."""
+        return any(
+            isinstance(each, dist.DistError) or (isinstance(each, RuntimeError) and GLOO.search(str(each)) is not None)
+            for each in causes_of(error)
+        )

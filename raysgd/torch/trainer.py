@@ -218,11 +218,10 @@ class TorchTrainer(TrainerBase):
         """
         setup.check_predicted(data, batch_size)
         self._saves.raise_failed()
-        ranks = self._predicted(replica_calls.predict, data=self._packed(data), batch_size=batch_size)
-        outputs = [(offset, rank, each) for rank, own in enumerate(ranks) for offset, each in own]
+        outputs = self._predicted(replica_calls.predict, data=self._packed(data), batch_size=batch_size)
         if not outputs:
             raise ConfigError(f"predict() got data without a sample: {data!r}")
-        return replica_calls.joined([each for *_, each in sorted(outputs, key=lambda output: output[:2])])
+        return replica_calls.joined(outputs)
 
     @exclusive
     def update_scheduler(self, metric: Any) -> None:

@@ -58,11 +58,8 @@ class ModelCalls:
 class Exchange:
     """Averages gradients where no wrapper around the models does it. Each operator has one.
 
-    This one does nothing: DDP, FSDP or the user's code averages the gradients. `at_the_step` is
-    whether the exchange happens at the step, and not when a backward pass ends.
+    This one does nothing: DDP, FSDP or the user's code averages the gradients.
     """
-
-    at_the_step = False
 
     def prepare(self, models: list[Any], optimizers: list[Any]) -> None:
         """Called once, when the operator registers its parts."""
@@ -100,7 +97,6 @@ def ddp_arguments(
     options: TrainingOptions, registered: Mapping[str, Any] | None, device_ids: list[int] | None
 ) -> dict[str, Any]:
     """DistributedDataParallel's arguments; those of `register` override the options."""
-    options.check_ddp(registered or {})
     return {
         "device_ids": device_ids,
         "gradient_as_bucket_view": True,  # gradients are views of the buffers that are sent: one copy less

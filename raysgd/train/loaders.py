@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections import deque
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.data.prefetch import DeviceCarrier, make_carrier
 from raysgd.torch.data.sampling import batches_per_epoch, is_planned
 from raysgd.torch.data.sources import PlannedSource
+from raysgd.torch.foreign import loader_with
 from raysgd.torch.parts import move
 from raysgd.training.step import Drawn
 
@@ -44,12 +44,9 @@ def distribute(loader: DataLoader[Any], rank_info: RankInfo) -> DataLoader[Any]:
         shuffle=shuffles,
         drop_last=loader.drop_last,
     )
-    copied = copy.copy(loader)
-    # DataLoader forbids assigning a sampler after __init__; only these attributes depend on it.
     size = loader.batch_size  # None: each item is a batch
     batches = None if size is None else torch.utils.data.BatchSampler(sampler, size, loader.drop_last)
-    copied.__dict__.update(sampler=sampler, batch_sampler=batches, _iterator=None)
-    return copied
+    return loader_with(loader, sampler=sampler, batch_sampler=batches)
 
 
 class PreparedLoader:

@@ -375,9 +375,11 @@ class TrainerBase(ABC):
 
     def _predicted(self, method: Callable[..., Any], **given: Any) -> list[Any]:
         """Call a function that predicts: the same numbers, and others than in earlier predictions,
-        belong to its number."""
+        belong to its number. Return the outputs in the order of the data."""
         self._predictions += 1
-        return self._values(method, **given, number=self._predictions)
+        ranks = self._values(method, **given, number=self._predictions)
+        outputs = sorted((pair for own in ranks for pair in own), key=lambda pair: pair[0])
+        return [output for _, output in outputs]
 
     def _first(self, method: Callable[..., Any], **given: Any) -> Any:
         self._saves.raise_failed()

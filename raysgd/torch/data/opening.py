@@ -118,12 +118,7 @@ def _check_parts(loader: DataLoader[Any], settings: TorchSettings) -> None:
 def _warn_of_single_rows(loader: DataLoader[Any], models: list[nn.Module], settings: TorchSettings) -> None:
     """Warn, once per process, if the last step of an epoch has one row for a part, which
     BatchNorm1d refuses to train on."""
-    if (
-        loader.batch_size is None
-        or loader.drop_last
-        or has_own_batches(loader)
-        or not hasattr(loader.sampler, "__len__")
-    ):
+    if loader.batch_size is None or loader.drop_last or not hasattr(loader.sampler, "__len__"):
         return
     rows = len(cast(Sized, loader.sampler))
     left, parts = rows % (loader.batch_size * settings.num_workers), settings.all_parts

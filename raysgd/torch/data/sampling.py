@@ -41,14 +41,9 @@ def has_own_batches(loader: DataLoader[Any]) -> bool:
     return loader.batch_sampler is not None and loader.batch_size is None
 
 
-def unit_size(loader: DataLoader[Any]) -> int:
-    """How many units a batch of the loader has."""
-    return 1 if has_own_batches(loader) or loader.batch_size is None else int(loader.batch_size)
-
-
 def plan_of(loader: DataLoader[Any], total: int, division: Division, *, world_size: int, pad: bool) -> SamplingPlan:
     """Plan how an epoch of `total` units is divided."""
-    step, drops = unit_size(loader) * division.batches, bool(getattr(loader, "drop_last", False))
+    step, drops = (loader.batch_size or 1) * division.batches, bool(getattr(loader, "drop_last", False))
     return SamplingPlan(total, step, division.parts, world_size, drop_last=drops and pad, pad=pad, deal=division.deal)
 
 

@@ -12,12 +12,12 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.foreign import loader_with
 from raysgd.train.elastic_state import elastic
 from raysgd.train.generators import generator_states, set_generators
-from raysgd.train.lightning.division import share
 from raysgd.train.lightning.package import imported
 from raysgd.train.session_functions import Session
 
@@ -45,6 +45,7 @@ class Continuation:
         if trainer.reload_dataloaders_every_n_epochs:
             raise refused("reload_dataloaders_every_n_epochs", "let one data set give other samples in each epoch")
         self.trainer, self._session, self._every = trainer, session, every
+        self.rank_info = session.rank_info
         self._batches = every  # since the last commit
         self.committing, self.checkpoint = False, dict[str, Any]()
         self.weight = 1.0  # of the mean loss of this rank's part of the batch
@@ -119,9 +120,6 @@ class Continuation:
         self._session.at_end.callback(self._loader.close)
         return self._loader
 
-    def share(self, samples: list[int]) -> tuple[list[int], float]:
-        return share(samples, self._session.rank_info)
-
     def before(self, batch: int) -> None:
         """Commit before batch number `batch` of the epoch, if it is time for it. The first one
         after a resume is that of the last commit: another would let raysgd forget which reports are
@@ -133,6 +131,14 @@ class Continuation:
             self._state.commit()
             self._batches = 0
         self._batches += 1
+
+
+def share(samples: list[int], rank_info: RankInfo) -> tuple[list[int], float]:
+    """Choose this rank's samples of a step, and the weight of their mean: with it, the mean over
+    the ranks is that over all samples. A rank without one takes the first sample with weight 0,
+    because every rank must make the step's collective calls."""
+    own = samples[rank_info.world_rank :: rank_info.world_size]
+    return own or samples[:1], len(own) * rank_info.world_size / len(samples)
 
 
 class DividedLoader:
@@ -161,7 +167,7 @@ class DividedLoader:
     def __iter__(self) -> Iterator[Any]:
         order, first = list(self.sampler), self._fit.trainer.fit_loop.batch_idx + 1
         steps = [order[step * self._size : (step + 1) * self._size] for step in range(first, len(self))]
-        shares = [self._fit.share(samples) for samples in steps]
+        shares = [share(samples, self._fit.rank_info) for samples in steps]
         self._mine[:] = [samples for samples, _ in shares]
         self.loader.worker_init_fn = self.worker_init_fn
         self._batches = LoaderIterator(self.loader)

@@ -13,8 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 pytest.importorskip("lightning")
 
 from raysgd.core.ranks import RankInfo
-from raysgd.train.lightning.continuation import DividedLoader
-from raysgd.train.lightning.division import share
+from raysgd.train.lightning.continuation import DividedLoader, share
 
 
 class Fit:
@@ -23,9 +22,6 @@ class Fit:
     def __init__(self, rank: int, world: int, done: int = 0) -> None:
         self.rank_info, self.weight = RankInfo(world_rank=rank, world_size=world), 1.0
         self.trainer = SimpleNamespace(fit_loop=SimpleNamespace(batch_idx=done - 1))
-
-    def share(self, samples: list[int]) -> tuple[list[int], float]:
-        return share(samples, self.rank_info)
 
     def before(self, batch: int) -> None:
         """There is nothing to commit."""
