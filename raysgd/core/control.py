@@ -76,7 +76,7 @@ class Control:
         clock: Callable[[], float] = time.monotonic,
         changed: threading.Condition | None = None,
     ) -> None:
-        self.attention = False
+        self.attention = self.interrupted = False
         self.begun = 0
         self.notice = False
         self.phase = "idle"
@@ -98,7 +98,6 @@ class Control:
         self._reports_ends = True
         self._stop_at: int | None = None
         self._confirmed = False
-        self._interrupted = False
         self._clock, self._changed = clock, changed or threading.Condition()
         self.progress = Progress()
 
@@ -120,7 +119,7 @@ class Control:
     def interrupt(self) -> None:
         """Stop at the next batch, whatever was agreed, because the generation has ended."""
         with self._changed:
-            self._interrupted = self.attention = True
+            self.interrupted = self.attention = True
             self._changed.notify_all()
         self.on_interrupt()
 
@@ -134,12 +133,8 @@ class Control:
     def clear(self) -> None:
         """Drop all requests, because a new call or generation begins."""
         with self._changed:
-            self._stop_at, self._confirmed, self._interrupted, self.attention = None, False, False, False
+            self._stop_at, self._confirmed, self.interrupted, self.attention = None, False, False, False
             self.begun_after.clear()
-
-    @property
-    def interrupted(self) -> bool:
-        return self._interrupted
 
     # -- the training thread's side -------------------------------------------------------------------
 
@@ -150,12 +145,12 @@ class Control:
         if not self.attention:
             return True
         with self._changed:
-            while not self._interrupted and self._stop_at is not None and step > self._stop_at:
+            while not self.interrupted and self._stop_at is not None and step > self._stop_at:
                 self.begun = step - 1
                 if self._confirmed:
                     return False
                 self._changed.wait(0.5)
-            if self._interrupted:
+            if self.interrupted:
                 self.begun = step - 1
                 return False
             self.begun = step

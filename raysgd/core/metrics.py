@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from numbers import Rational, Real
 from typing import Any
@@ -232,22 +232,7 @@ def merge_ranks(results: Sequence[Mapping[str, Any]]) -> Result:
     weighted by samples, or by weights of their own, over the ranks that have them. Anything else is
     the first rank's. `epoch` comes first."""
     rows = [{key: _kept(value) for key, value in result.items()} for result in results if result]
-    if not rows:
-        return {}
-    merged: Result = {}
-    samples = sum(_samples(row) for row in rows)
-    for key in dict.fromkeys(key for row in rows for key in row):
-        holders = [row for row in rows if key in row]
-        numbers = [_weighted(row, key) for row in holders if _is_number(row[key])]
-        if len(numbers) < len(holders):
-            merged[key] = holders[0][key]
-        elif key == NUM_SAMPLES:
-            merged[key] = sum(value for value, _ in numbers)
-        elif key in ("epoch", BATCH_COUNT, SKIPPED):
-            merged[key] = max(value for value, _ in numbers)
-        else:
-            merged[key] = _mean(numbers, samples)
-    return _ordered(merged)
+    return _merged(rows, last=False, summed=(NUM_SAMPLES,), largest=("epoch", BATCH_COUNT, SKIPPED))
 
 
 def merge_part(part: Sequence[Measured]) -> Result:
@@ -284,17 +269,25 @@ def merge_parts(parts: Sequence[Mapping[str, Any]]) -> Result:
     """Merge the parts of one call, in order: sum counts, weight means, take the last `last_`."""
     rows = [dict(part) for part in parts if part]
     busy = [row for row in rows if row.get(BATCH_COUNT) or row.get(NUM_SAMPLES)] or rows
-    if not busy:
-        return {}
+    return _merged(busy, last=True, summed=(NUM_SAMPLES, BATCH_COUNT, SKIPPED, *SECONDS.values()))
+
+
+def _merged(
+    rows: Sequence[Mapping[str, Any]], *, last: bool, summed: Collection[str], largest: Collection[str] = ()
+) -> Result:
+    """Sum some numbers, take the largest of some, and the weighted mean of the others. Anything
+    else is that of the first row, or, with `last`, of the last one, as are `epoch` and `last_`."""
     merged: Result = {}
-    samples = sum(_samples(row) for row in busy)
-    for key in dict.fromkeys(key for row in busy for key in row):
-        holders = [row for row in busy if key in row]
+    samples = sum(_samples(row) for row in rows)
+    for key in dict.fromkeys(key for row in rows for key in row):
+        holders = [row for row in rows if key in row]
         numbers = [_weighted(row, key) for row in holders if _is_number(row[key])]
-        if len(numbers) < len(holders) or key.startswith("last_") or key == "epoch":
-            merged[key] = holders[-1][key]
-        elif key in (NUM_SAMPLES, BATCH_COUNT, SKIPPED, *SECONDS.values()):
+        if len(numbers) < len(holders) or (last and (key.startswith("last_") or key == "epoch")):
+            merged[key] = holders[-1 if last else 0][key]
+        elif key in summed:
             merged[key] = sum(value for value, _ in numbers)
+        elif key in largest:
+            merged[key] = max(value for value, _ in numbers)
         else:
             merged[key] = _mean(numbers, samples)
     return _ordered(merged)

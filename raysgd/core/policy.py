@@ -122,7 +122,6 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
             reason=first.reason,
             detail=first.cause,
             hung_at=hung[0] if hung else None,
-            hangs=len(hung[:1]),
         )
     interrupted = {worker: outcome for worker, outcome in outcomes.items() if isinstance(outcome, Interrupted)}
     for worker, outcome in interrupted.items():

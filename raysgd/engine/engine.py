@@ -118,7 +118,7 @@ class Engine:
             table, generation, replacements, membership, self._log, elastic=elastic, jitter=jitter
         )
         self._comparison = Comparison(elastic)
-        self._keeps_snapshots = elastic.snapshot_every is not None or sharded is not None
+        self._keeps_snapshots = elastic.snapshot_every is not None
         self.active, self._ended, self._reached = True, False, Progress()
         self._shutdown: Callable[[], Callable[[], None] | None] = lambda: None
         self._call_lock = CallLock()
@@ -166,7 +166,8 @@ class Engine:
             return False
         found = self._table.progress_of(self._table.members())
         newest = max(progress.call for progress in found.values())
-        if self.keeps_snapshots and self._backend.in_place and (best := newest_state(found)):
+        keeps_snapshots = self._keeps_snapshots and self.group.elastic and not self._generation.is_sharded
+        if keeps_snapshots and self._backend.in_place and (best := newest_state(found)):
             self._generation.rescue_state(best, newest)  # for the case that all fail before the next snapshot
         self._calls, self.trained, self._log.recoveries = max(newest, trained), trained, list(recoveries)
         self.changes = self.progress.loads
@@ -194,7 +195,8 @@ class Engine:
     def _check_not_held(self) -> None:
         """Raise an error at once if idle engines of this process hold what the first workers need.
         Their hot spares are given up for it."""
-        others = {e: e.world_size for e in self.living if e.active and e.group.elastic and e.world_size and not e.busy}
+        idle = [each for each in self.living if each.active and each._call_lock.held_elsewhere() is None]
+        others = {each: each.world_size for each in idle if each.group.elastic and each.world_size}
         if not others or not self.group.elastic:
             return
         room = self.group.room()
@@ -287,11 +289,6 @@ class Engine:
     # -- state ----------------------------------------------------------------------------------------
 
     @property
-    def busy(self) -> bool:
-        """Whether another thread's call is running."""
-        return self._call_lock.held_elsewhere() is not None
-
-    @property
     def world_size(self) -> int:
         return len(self._table.members())
 
@@ -358,10 +355,6 @@ class Engine:
             raise
         self._load_failed = False
         self._table.snapshots.require(loads)
-
-    @property
-    def keeps_snapshots(self) -> bool:
-        return self._keeps_snapshots and self.group.elastic and not self._generation.is_sharded
 
     # -- members --------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from raysgd.training.settings import ReplicaSettings
 from raysgd.training.snapshots import LOADED_S, Copied, Snapshotter
 from raysgd.training.step_loop import StepLoop
 from raysgd.training.user_functions import choose_arguments
-from raysgd.training.writing import make_asking
+from raysgd.training.writing import Asking
 
 logger = logging.getLogger("raysgd")
 
@@ -39,6 +39,11 @@ COMPARED_STEPS = 50  # after so many steps of a run, the ranks' weights are comp
 WITHIN_EPOCH = (
     "this loop begins within epoch %d of the data, which an earlier call has begun: its first epoch is the rest of it, from batch %d of "
     "%d. For complete epochs, call train() before the loop, or create another trainer"
+)
+NOT_RESUMABLE = (
+    "AutoCheckpoint(every=...) with batches or seconds saves within an epoch. An iterable without a length, and data that the operator "
+    "divides itself, have no place there that can be saved. Pass every='epoch', or register a DataLoader of a data set with __getitem__ "
+    "and __len__, a loader with state_dict and load_state_dict, or a raysgd.data.ShardedStream"
 )
 JOINED = (
     "%s. This worker joined at step %d. It has what setup makes, and the state of the others, but not what only earlier batches have set: "
@@ -167,7 +172,9 @@ class ReplicaBase(ABC):
             return Measured({"epoch": position.users_epoch}, position.call_units)
         self.results.begin("train", profile=profile, new_call=new)
         source = self._train_source(dataset)
-        asking = None if asks is None else make_asking(self, source, **asks)
+        if asks is not None and not getattr(source, "resumable", True):
+            raise ConfigError(NOT_RESUMABLE)
+        asking = None if asks is None else Asking(self, **asks)
         internals.epochs, internals.num_steps, internals.last_epoch = epochs, num_steps, position.call_epoch
         operator.global_step = position.step
         if new and begins and num_steps is None:

@@ -17,17 +17,12 @@ from raysgd.core.connection import PIECE
 from raysgd.core.control import Control
 from raysgd.core.metrics import Measured, numbers
 from raysgd.core.progress import Progress
-from raysgd.errors import ConfigError, described
+from raysgd.errors import described
 from raysgd.storage.durable import DurableFile
 
 logger = logging.getLogger("raysgd")
 
 END_BYTES = 4096  # of a file that a worker wrote, the driver compares the size and this much of its end
-NOT_RESUMABLE = (
-    "AutoCheckpoint(every=...) with batches or seconds saves within an epoch. An iterable without a length, and data that the operator "
-    "divides itself, have no place there that can be saved. Pass every='epoch', or register a DataLoader of a data set with __getitem__ "
-    "and __len__, a loader with state_dict and load_state_dict, or a raysgd.data.ShardedStream"
-)
 Report = dict[str, Any]
 
 
@@ -117,14 +112,6 @@ def reported(
 
     threading.Thread(target=run, name="raysgd-save", daemon=True).start()
     return None
-
-
-def make_asking(replica: Any, source: Any, **asks: Any) -> Asking:
-    """Return what asks for checkpoints in a loop over this source. `asks` are arguments of
-    `Asking`."""
-    if not getattr(source, "resumable", True):
-        raise ConfigError(NOT_RESUMABLE)
-    return Asking(replica, **asks)
 
 
 class Asking:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from raysgd.config import WorkerResources
@@ -78,23 +79,19 @@ def ensure_cluster(resources: WorkerResources | None = None, *, lasting: bool = 
 
 def _connect_on_permanent_thread(gpus: float, *, lasting: bool) -> None:
     """Connect on a thread that never ends: what Ray starts ends with the thread that started it."""
-    error: list[BaseException] = []
-    connected = threading.Event()
+    connected = Future[None]()
 
     def connect() -> None:
         try:
             _connect(gpus, lasting=lasting)
-        except BaseException as raised:  # raised again in the thread that needs the cluster
-            error.append(raised)
+        except BaseException as error:  # raised again in the thread that needs the cluster
+            connected.set_exception(error)
             return
-        finally:
-            connected.set()
+        connected.set_result(None)
         threading.Event().wait()
 
     threading.Thread(target=connect, name="raysgd-ray", daemon=True).start()
-    connected.wait()
-    if error:
-        raise error[0]
+    connected.result()
 
 
 def _connect(gpus: float, *, lasting: bool) -> None:
@@ -211,12 +208,11 @@ def _can_fork() -> bool:
 def join_running() -> str:
     """Connect to the cluster that RAY_ADDRESS names or that runs on this machine. Return its
     address, "" if there is none. Raise `ClusterError` or `ConfigError` if that is not possible."""
-    given = _read_given_address()
-    found = _find_running() if given in ("", "auto") else given
-    if found == "local":
+    address, found = _find_existing()
+    if address in ("local", "auto"):
         return _join_lasting(start=False)
-    _join(found, given != found)
-    return found
+    _join(address, found)
+    return address
 
 
 def _join(address: str, found: bool) -> None:

@@ -119,7 +119,7 @@ class ControlClient:
         packed, large = pack_outcome(outcome)
         answer = messages.CallAnswer(call, packed, tuple(map(len, large)))
         if large:
-            self._deliver(answer, *large)
+            self.deliver(answer, *large)
         else:
             self._send(answer)
 
@@ -131,14 +131,11 @@ class ControlClient:
 
     def upload(self, message: messages.SnapshotUpload, *body: bytes | memoryview) -> None:
         """Send a snapshot over the bulk connection, so that stop requests never wait behind it."""
-        self._deliver(replace(message, partial=briefly(message.partial)), *body)
+        self.deliver(replace(message, partial=briefly(message.partial)), *body)
 
-    def deliver(self, message: messages.FunctionReport | messages.StartDealer, body: bytes) -> None:
+    def deliver(self, message: messages.Message, *body: bytes | memoryview) -> None:
         """Send a message that must not be lost with this process. Return when the driver has
-        acknowledged it, or when the generation has ended."""
-        self._deliver(message, body)
-
-    def _deliver(self, message: messages.Message, *body: bytes | memoryview) -> None:
+        acknowledged it, or, for a report, when the generation has ended."""
         with self._bulk_lock:  # but not while this waits: other threads then use another connection
             bulk, self._bulk = self._bulk, None  # stored again at the end, because Ctrl-C may end this at any line
         if bulk is not None and not _is_idle(bulk.socket):  # a device between the machines has closed it meanwhile

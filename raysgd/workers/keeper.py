@@ -72,7 +72,7 @@ class Tenure:
 
     def __init__(self, name: str, orphan_s: float) -> None:
         self.name, self.orphan_s = name, orphan_s
-        self._over, self._superseded = threading.Event(), False
+        self._over, self.superseded = threading.Event(), False
         self.on_renewed: Callable[[], None] = lambda: None
         self.on_superseded: Callable[[], None] = lambda: None
         self._renewed_at = boot_time()
@@ -152,19 +152,15 @@ class Tenure:
 
     def _renew(self, parts: Mapping[str, bytes] | None = None) -> None:
         sent = boot_time()
-        if self._superseded or not self._ask("renew", self.term, parts):
+        if self.superseded or not self._ask("renew", self.term, parts):
             raise self._lost("another script, or `raysgd end`, has taken them over")
         self._renewed_at = sent
         self.on_renewed()
 
     def _lost(self, why: str) -> SupersededError:
-        self._superseded = True
+        self.superseded = True
         self.on_superseded()  # the other driver need not wait until this one makes its next call
         return SupersededError(f"this script cannot use the workers of the trainer {self.name!r} any more: {why}")
-
-    @property
-    def superseded(self) -> bool:
-        return self._superseded
 
     def options(self, worker: str) -> dict[str, Any]:
         """The options of the actor that is this worker."""
@@ -177,7 +173,7 @@ class Tenure:
     def check(self) -> None:
         """Raise SupersededError if another driver has taken over."""
         for _ in range(RENEWALS):  # this process may be stopped while it asks
-            if self._superseded or boot_time() - self._renewed_at > WITNESSED_S:
+            if self.superseded or boot_time() - self._renewed_at > WITNESSED_S:
                 self._renew()
 
     def commit(self, parts: Mapping[str, bytes]) -> None:
@@ -214,7 +210,7 @@ class Tenure:
         import ray
 
         self._over.set()
-        if end and not self._superseded and ray.is_initialized():
+        if end and not self.superseded and ray.is_initialized():
             ray.kill(self._keeper)
 
 

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 
 from raysgd.errors import ClusterError, NotActiveError
@@ -45,19 +46,15 @@ class GcsQuery(Generic[T]):
     def __init__(self, call: Callable[[], T]) -> None:
         require_ray()
         self._call = call
-        self._done = threading.Event()
-        self._answer: list[T] = []
-        self._error: BaseException | None = None
+        self._answer = Future[T]()
         self._asked_at = time.monotonic()
         threading.Thread(target=self._ask, name="raysgd-gcs", daemon=True).start()
 
     def _ask(self) -> None:
         try:
-            self._answer.append(self._call())
+            self._answer.set_result(self._call())
         except BaseException as error:  # `result` raises it
-            self._error = error
-        finally:
-            self._done.set()
+            self._answer.set_exception(error)
 
     @property
     def age_s(self) -> float:
@@ -65,17 +62,16 @@ class GcsQuery(Generic[T]):
 
     @property
     def answered(self) -> bool:
-        return self._done.is_set()
+        return self._answer.done()
 
     def result(self, limit_s: float) -> T:
         """Wait for the answer. Raise `ClusterError` if there is none `limit_s` after the query."""
-        if not self._done.wait(max(limit_s - self.age_s, 0.0)):
+        if not wait([self._answer], max(limit_s - self.age_s, 0.0)).done:
             raise ClusterError(_unreachable(self.age_s))
-        if self._error is None:
-            return self._answer[0]
-        if type(self._error).__module__.split(".")[0] in ("ray", "grpc"):
-            raise ClusterError(_unreachable(self.age_s)) from self._error
-        raise self._error
+        error = self._answer.exception()
+        if type(error).__module__.split(".")[0] in ("ray", "grpc"):
+            raise ClusterError(_unreachable(self.age_s)) from error
+        return self._answer.result()
 
 
 def ask(call: Callable[[], T], *, limit_s: float | None = None) -> T:

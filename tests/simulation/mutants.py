@@ -303,7 +303,7 @@ def stop_one_rank_a_batch_early(patch: Patch) -> None:
 @mutant
 def keep_a_boundary_for_later_calls_and_generations(patch: Patch) -> None:
     def clear(self: Control) -> None:
-        self._interrupted = False
+        self.interrupted = False
 
     patch.setattr(Control, "withdraw", lambda self: None)
     patch.setattr(Control, "clear", clear)
