@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
+import operator
 import os
 import pickle
 import signal
@@ -92,6 +94,26 @@ def is_keras_3_under_a_strategy(error: ValueError) -> bool:
     return "PerReplica" in str(error) and any(module.startswith("keras.") for module in modules)
 
 
+def convert_result(result: Any) -> Any:
+    """Convert what a function returned for the driver, which may have no GPU and has no process
+    group. Containers keep their classes, and stay as they are if nothing in them was converted."""
+    if "torch" not in sys.modules:
+        return result
+    if isinstance(result, dict):
+        converted = {key: convert_result(each) for key, each in result.items()}
+        if changed := {key: each for key, each in converted.items() if each is not result[key]}:
+            result = copy.copy(result)
+            for key, each in changed.items():
+                result[key] = each
+        return result
+    if isinstance(result, (list, tuple)):
+        items = [convert_result(each) for each in result]
+        if all(map(operator.is_, items, result)):
+            return result
+        return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
+    return import_module("raysgd.train.torch_function").to_cpu(result)
+
+
 @dataclass(frozen=True)
 class FunctionReplicaFactory:
     """Creates a replica in a worker; picklable. `make` creates the object for `execute`."""
@@ -157,7 +179,7 @@ class FunctionReplica:
         self._control.begun = self._steps + 1
         try:
             with running(session):
-                result = self._codec.dumps(self._call(*task))
+                result = self._codec.dumps(convert_result(self._call(*task)))
                 self._report(last=True)
                 return result
         except Stopped as stop:

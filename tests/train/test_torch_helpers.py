@@ -9,7 +9,7 @@ import types
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -232,6 +232,28 @@ def test_a_commit_of_a_wrapped_model_is_that_of_the_model(wrapper: str) -> None:
     assert torch.equal(bare.weight, wrapped.weight)
 
 
+class Results(NamedTuple):
+    model: Any
+    losses: Any
+
+
+def test_a_returned_model_leaves_its_wrapper_and_containers_stay() -> None:
+    model, losses = nn.Linear(1, 1), Counter(a=1)
+
+    def function() -> Any:
+        wrapped = DistributedDataParallel(model)
+        return Results(wrapped, losses), Output(model=wrapped), losses, [torch.Size([2])]
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        results, output, *rest = FunctionRank().run(function)
+    finally:
+        dist.destroy_process_group()
+    assert [type(each) for each in (results, output, output.model)] == [Results, Output, nn.Linear]
+    assert (results.model, results.losses) == (output["model"], losses)
+    assert [type(each) for each in (*rest, rest[1][0])] == [Counter, list, torch.Size]
+
+
 @pytest.mark.parametrize("own_forward", [False, True], ids=["forward of the class", "forward of the object"])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: AveragedModel(model).module], ids=["deep", "averaged"])
 def test_a_copy_in_mixed_precision_computes_with_its_own_weights(
@@ -417,7 +439,7 @@ def test_an_elastic_loader_of_a_loop_that_counts_batches() -> None:
     assert again.epochs_begun == 4
 
 
-def trained(config: dict[str, Any]) -> tuple[list[float], list[float], str]:
+def trained(config: dict[str, Any]) -> tuple[list[float], Any, str]:
     train.torch.enable_reproducibility()
     model = train.torch.prepare_model(nn.Linear(1, 1), ddp_kwargs={"broadcast_buffers": False})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -429,13 +451,15 @@ def trained(config: dict[str, Any]) -> tuple[list[float], list[float], str]:
         optimizer.step()
     assert isinstance(model, DistributedDataParallel)
     train.report({}, checkpoint=train.Checkpoint.from_dict({"weights": model.module.state_dict()}))
-    return seen, [parameter.item() for parameter in model.parameters()], str(train.torch.get_device())
+    return seen, model, str(train.torch.get_device())
 
 
 def test_two_ranks_train_one_model(ray_cluster: None, tmp_path: Path) -> None:
     with Trainer("torch", num_workers=2, logdir=tmp_path) as trainer:
-        (seen, weights, device), (others, same, _) = trainer.run(trained)
+        (seen, model, device), (others, twin, _) = trainer.run(trained)
         found = trainer.latest_checkpoint
+    assert type(model) is nn.Linear, "a wrapped one cannot be loaded here"
+    weights, same = ([each.item() for each in one.parameters()] for one in (model, twin))
     assert Counter(seen + others) == Counter(range(10))
     assert weights == same
     assert weights[0] > 0.5, "it learns"
