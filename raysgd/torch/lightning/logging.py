@@ -48,9 +48,9 @@ class LoggedValues:
         self._batch = None
         return values
 
-    def computed(self, control: Control) -> dict[str, Any]:
-        """Compute and reset the logged metric objects. Return their values, and those that were
-        logged outside of batches.
+    def computed(self, control: Control, *, resets: bool = True) -> dict[str, Any]:
+        """Compute the logged metric objects, and reset them unless the call continues. Return their
+        values, and those that were logged outside of batches.
 
         Every rank must call this at the same points. A rank that had no batch has logged nothing,
         so the ranks exchange the names first.
@@ -60,9 +60,10 @@ class LoggedValues:
             self._logged_metrics = {name: path for each in reversed(by_rank) for name, path in each.items()}
         for name, path in sorted(self._logged_metrics.items()):
             self._outside_batches[name] = self._metrics[path].compute()
-        for path in set(self._logged_metrics.values()):
-            self._metrics[path].reset()
-        self._logged_metrics = {}
+        if resets:
+            for path in set(self._logged_metrics.values()):
+                self._metrics[path].reset()
+            self._logged_metrics = {}
         return self._outside_batches
 
     def log(

@@ -177,7 +177,7 @@ class LightningOperator(TrainingOperator):
                 module.on_train_batch_end(self._outputs, batch, batch_idx)
                 self._count(feed.step, self._logged.end_batch(measured))
             if feed.between_epochs:
-                self._close_epoch()
+                self._close_epoch(last=True)
             return self._report()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -245,7 +245,9 @@ class LightningOperator(TrainingOperator):
             self._announced = self._epoch
             self.module.on_train_epoch_start()
 
-    def _close_epoch(self) -> None:
+    def _close_epoch(self, *, last: bool = False) -> None:
+        """End the epoch that is open, if one is. It is the `last` one of a call, or the call
+        continues with its metric objects."""
         if not self._open:
             return
         self._announce_epoch()
@@ -254,7 +256,7 @@ class LightningOperator(TrainingOperator):
         self._schedules.step("epoch", count)
         self.module.on_train_epoch_end()
         self._schedules.end_epoch(count)
-        self._schedules.step_plateaus(self._report(), self._parts.calls.control)
+        self._schedules.step_plateaus(self._report(resets=last), self._parts.calls.control)
 
     # -- validation -----------------------------------------------------------------------------------
 
@@ -317,8 +319,9 @@ class LightningOperator(TrainingOperator):
             batch = module.transfer_batch_to_device(batch, self.device, 0)
         return module.on_after_batch_transfer(batch, 0)
 
-    def _report(self) -> dict[str, Any]:
-        report = {**self._internals.meter.summary(), **self._logged.computed(self._parts.calls.control)}
+    def _report(self, *, resets: bool = True) -> dict[str, Any]:
+        logged = self._logged.computed(self._parts.calls.control, resets=resets)
+        report = {**self._internals.meter.summary(), **logged}
         self._stub.callback_metrics.update(report)
         return report
 

@@ -111,6 +111,36 @@ def test_metric_objects_are_computed_over_the_call_and_reset():
     assert first["sum"] == second["sum"] == modules.VAL_ROWS
 
 
+def test_metric_objects_of_a_call_have_the_rows_of_all_its_epochs():
+    """Schedulers get what there is at an epoch's end."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Counted(Net):
+        def __init__(self):
+            super().__init__(batch_size=20, count=200)
+            self.rows = torchmetrics.SumMetric()
+
+        def training_step(self, batch, batch_idx):
+            self.rows.update(len(batch[0]))
+            self.log("rows", self.rows)
+            return self.loss(batch)
+
+        def lr_scheduler_step(self, scheduler, metric):
+            self.calls.append(int(metric))
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "rows"}
+
+    with trainer_of(Counted) as trainer:
+        counted = [trainer.train(num_steps=steps)["rows"] for steps in (15, 5, 25)]
+        counted.append(trainer.train(num_steps=None)["rows"])
+        calls = trainer.get_local_operator().module.calls
+    assert counted == [300, 100, 500, 100]
+    assert calls == [200, 100, 200, 400, 100]
+
+
 def test_frozen_parts_stay_in_eval_mode():
     class Frozen(Net):
         def on_train_start(self):
