@@ -12,9 +12,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from raysgd.core.control import Control
 from raysgd.core.messages import FunctionReport
@@ -117,7 +117,7 @@ class Session:
     ) -> None:
         self.rank_info, self.attempt, self.commit, self.at_boundary = rank_info, attempt, commit, at_boundary
         self.planned_ranks = attempt.workers or rank_info.world_size  # which define the batch of a step
-        self.precision: Any = None  # set by train.torch.accelerate
+        self.precision: Any = None  # of train.torch.accelerate
         self.is_elastic = False  # whether this attempt has called train.elastic
         self._objects, self._asked = {} if objects is None else objects, set[str]()
         self.at_end = contextlib.ExitStack()  # what is closed when the function has ended in any way
@@ -177,6 +177,11 @@ class Session:
         if name not in self._objects:
             self._objects[name] = make()
         return self._objects[name]
+
+    def set_precision(self, precision: Any) -> None:
+        if self.precision is not None:
+            raise RuntimeError("train.torch.accelerate() was called twice in this function: call it once, at the top")
+        self.precision = precision
 
     def _pack(self, checkpoint: Checkpoint) -> bytes:
         kind, content = checkpoint.get_internal_representation()
@@ -270,10 +275,27 @@ class Session:
 
 class OutsideSession(Session):
     """The session of a function that is called directly, for example in a test: rank 0 of 1.
-    Reports and checkpoints are checked, and dropped."""
+    Reports and checkpoints are checked, and dropped.
 
-    def __init__(self) -> None:
-        super().__init__(RankInfo(), Control(), Attempt(run=0), Codec())
+    Each call of `current` makes one, because nothing says when such a function ends. Only what
+    `train.torch.accelerate` has set stays, until it is called again or another trial begins.
+    """
+
+    _kept: ClassVar[tuple[str | None, Any]] = None, None  # a trial, and its precision
+
+    def __init__(self, trial: Mapping[str, Any] | None = None) -> None:
+        super().__init__(RankInfo(), Control(), Attempt(run=0, trial=trial or {}), Codec())
+        owner, precision = self._kept
+        self.precision = precision if owner == self._trial_id else None
+
+    @property
+    def _trial_id(self) -> str | None:
+        found: str | None = self.attempt.trial.get("trial_id")
+        return found
+
+    def set_precision(self, precision: Any) -> None:
+        self.precision = precision
+        OutsideSession._kept = self._trial_id, precision
 
     def _send(self, kind: Literal["report", "checkpoint"], head: bytes, payload: bytes | None) -> None:
         """Drop it."""
@@ -284,8 +306,7 @@ class TrialSession(OutsideSession):
     and `train.get_checkpoint` returns the trial's checkpoint."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.attempt = replace(self.attempt, trial=in_trial.describe())
+        super().__init__(in_trial.describe())
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:
         in_trial.report(metrics, checkpoint)

@@ -137,13 +137,12 @@ def enable_reproducibility(seed: int = 0) -> None:
 
 def accelerate(amp: bool = False) -> None:
     """Turn on automatic mixed precision for `prepare_model`, `prepare_optimizer` and `backward`:
-    float16 with a scaled loss on a GPU, bfloat16 on a CPU. Call it first in the function."""
+    float16 with a scaled loss on a GPU, bfloat16 on a CPU. Call it first in the function. In one
+    that is called directly, it holds in this process until it is called again."""
     session = current("torch.accelerate")
-    if session.precision is not None:
-        raise RuntimeError("train.torch.accelerate() was called twice in this function: call it once, at the top")
     device = get_device()
     name = "fp32" if not amp else "fp16" if device.type == "cuda" else "bf16"
-    session.precision = make_precision(name, device)
+    session.set_precision(make_precision(name, device))
 
 
 def prepare_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -12,6 +12,7 @@ import torch
 from raysgd import CheckpointError, train
 from raysgd.errors import ConfigError
 from raysgd.train.elastic_state import ByReference
+from raysgd.train.session_functions import OutsideSession
 from tests.replicas import FunctionRank, Interrupted
 
 
@@ -136,8 +137,9 @@ def test_after_a_function_no_session_is_left() -> None:
     assert train.world_rank() == 0
 
 
-def test_a_function_can_be_called_directly() -> None:
+def test_a_function_can_be_called_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a test of the function: it is the only worker, and what it reports goes nowhere."""
+    monkeypatch.setattr(OutsideSession, "_kept", (None, None))  # the function turns mixed precision on
 
     def function(config: dict[str, Any]) -> Any:
         found = train.load_checkpoint()

@@ -32,8 +32,8 @@ from torch.utils.data import (
 
 from raysgd import ConfigError, train
 from raysgd.torch.precision import Fp16
-from raysgd.train import Trainer, loaders
-from raysgd.train.session_functions import current
+from raysgd.train import Trainer, in_trial, loaders
+from raysgd.train.session_functions import OutsideSession, current
 from tests.replicas import FunctionRank, in_function
 
 DATA = TensorDataset(torch.arange(10.0).unsqueeze(1))
@@ -166,6 +166,35 @@ def test_mixed_precision() -> None:
     assert output == weights == torch.float32
     assert moved
     assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def type_inside(amp: bool | None) -> torch.dtype:
+    """Return the type in which a prepared model computes."""
+    types: list[torch.dtype] = []
+    if amp is not None:
+        train.torch.accelerate(amp)
+    model = train.torch.prepare_model(nn.Sequential(nn.Linear(2, 1)))
+    model[0].register_forward_hook(lambda module, args, output: types.append(output.dtype))
+    model(torch.ones(1, 2))
+    return types[0]
+
+
+@pytest.mark.filterwarnings("ignore:train.torch.* was called outside a training function")
+@pytest.mark.parametrize("in_trials", [False, True], ids=["called directly", "run by Tune"])
+def test_mixed_precision_without_a_trainer(in_trials: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = {"trial_id": "1"}
+    monkeypatch.setattr(OutsideSession, "_kept", (None, None))
+    monkeypatch.setattr(in_trial, "is_trial", lambda: in_trials)
+    monkeypatch.setattr(in_trial, "describe", lambda: {**trial})
+    assert [type_inside(amp) for amp in (True, True, False, True)] == [
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+        torch.bfloat16,
+    ]
+    trial["trial_id"] = "2"  # in the same process
+    assert type_inside(None) == (torch.float32 if in_trials else torch.bfloat16)
+    assert in_function(lambda: type_inside(None)) == torch.float32
 
 
 class Output(OrderedDict[str, Any]):
