@@ -248,7 +248,8 @@ class Session:
     # -- reading --------------------------------------------------------------------------------------
 
     def checkpoint(self) -> Checkpoint | None:
-        """The newest checkpoint: this rank's own of this attempt, or else the run's."""
+        """The newest checkpoint: this rank's own of this attempt, or else that with which the
+        attempt began. What others have reported since is not known here."""
         if self._payload is None:
             return None
         if not is_directory(self._payload):
@@ -406,13 +407,19 @@ def save_checkpoint(**values: Any) -> None:
 
 
 def load_checkpoint() -> dict[str, Any] | None:
-    """Load as a dict the run's newest checkpoint, or what it started from, or None."""
+    """Load as a dict the run's newest checkpoint, or what it started from, or None. A rank gets
+    only its own of this attempt, as from `get_checkpoint`."""
     found = current("load_checkpoint").checkpoint()
     return None if found is None else found.to_dict()
 
 
 def get_checkpoint() -> Checkpoint | None:
-    """Get the newest checkpoint of this run, or the one that the run started from, or None."""
+    """Get the newest checkpoint of this run, or the one that the run started from, or None.
+
+    All ranks get the same when the function begins. Later, as in Ray Train, each gets the newest
+    that it has itself reported in this attempt. One that reports `checkpoint=None` keeps the one
+    from the beginning: to load what rank 0 has reported there, report it on every rank.
+    """
     return current("get_checkpoint").checkpoint()
 
 

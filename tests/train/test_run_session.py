@@ -84,6 +84,18 @@ def test_a_saved_checkpoint_is_a_copy() -> None:
     assert Worker().run(function) == [1]
 
 
+@pytest.mark.parametrize("given", [None, 1])
+def test_a_rank_that_reports_no_checkpoint_has_that_from_the_beginning(given: int | None) -> None:
+    def function() -> Any:
+        mine = train.Checkpoint.from_dict({"epoch": 2}) if train.world_rank() == 0 else None
+        train.report({}, checkpoint=mine)
+        return train.load_checkpoint()
+
+    began = None if given is None else train.Checkpoint.from_dict({"epoch": given}).to_bytes()
+    first, second = (FunctionRank(rank, 2).run(function, checkpoint=began) for rank in range(2))
+    assert first["epoch"] == 2 and (second and second["epoch"]) == given
+
+
 def commits() -> None:
     train.elastic({"number": 0}).commit()
 
