@@ -139,8 +139,8 @@ class FineTuningOperator(Recipe):
         # Divided by a number that all blocks have in common, each token counts as much, whichever worker has its block.
         self.backward(loss / labels.numel())
         self.step(self.optimizer)
-        counted = (labels != NO_LABEL).sum().clamp(min=1)
-        return {"train_loss": loss.detach() / counted, "num_samples": labels.size(0)}
+        counted = (labels != NO_LABEL).sum()
+        return {"train_loss": (loss.detach() / counted.clamp(min=1), counted), "num_samples": labels.size(0)}
 
     def validate_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> dict[str, Any]:
         with self.autocast():
@@ -179,14 +179,21 @@ def as_tokens(document: Any, tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def packed(documents: Iterable[tuple[Sequence[int], Sequence[int]]], size: int, end: int | None) -> TensorDataset:
-    """Pack documents one after the other into blocks `(tokens, labels, positions)`, without padding. The last tokens, which do
-    not fill a block, are left out.
+    """Pack documents one after the other into blocks `(tokens, labels, positions)`, without padding. Documents without tokens are
+    left out, and the last tokens, which do not fill a block.
 
     Positions begin at 0 in each document and block. From that, the models of transformers see where a document begins, and no
     token attends to those of an earlier document. A document's first token is not predicted."""
     tokens, labels, starts = [], [], [0]
     last = [] if end is None else [end]
     for own, targets in documents:
+        if len(own) != len(targets):
+            raise ValueError(
+                f"a document's number of labels is {len(targets)}, and that of its tokens is {len(own)}. All later labels would belong "
+                f"to other tokens. Give each token a label, {NO_LABEL} if it is not to be predicted"
+            )
+        if len(own) == 0:
+            continue
         tokens += [*own, *last]
         labels += [NO_LABEL, *targets[1:], *last]
         starts.append(len(tokens))

@@ -72,6 +72,28 @@ def test_blocks_hold_the_documents_without_padding() -> None:
         packed([([1, 2], [1, 2])], 4, None)
 
 
+def test_labels_belong_to_their_tokens() -> None:
+    documents = [([5, 6, 7], [5, 6, 7]), ([], []), ([8, 9, 1], [8, 9, 1])]
+    for end, expected in ((0, [[-100, 6, 7, 0], [-100, 9, 1, 0]]), (None, [[-100, 6, 7, -100]])):
+        blocks = packed(documents, 4, end)
+        assert blocks.tensors[1].tolist() == expected
+        without = packed([documents[0], documents[2]], 4, end)
+        for given, same in zip(blocks.tensors, without.tensors, strict=True):
+            assert torch.equal(given, same)
+    with pytest.raises(
+        ValueError, match=r"number of labels is 2, and that of its tokens is 3.*Give each token a label"
+    ):
+        packed([([5, 6, 7], [5, 6]), *documents], 4, 0)
+
+
+def test_the_loss_of_training_is_a_mean_over_the_predicted_tokens() -> None:
+    prompts = [{"input_ids": each["input_ids"], "labels": [-100] * len(each["input_ids"])} for each in half_prompts()]
+    documents = [*half_prompts(), *prompts]
+    config = {"train_data": documents, "validation_data": documents, "block_size": 32, "batch_size": 1, "lr": 0.0}
+    with TorchTrainer(training_operator_cls=FineTuningOperator, config=config) as trainer:
+        assert trainer.train()["train_loss"] == pytest.approx(trainer.validate()["val_loss"], rel=1e-4)
+
+
 def test_no_token_attends_to_an_earlier_document() -> None:
     torch.manual_seed(0)
     with TorchTrainer(training_operator_cls=FineTuningOperator) as trainer:
