@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from raysgd.callbacks.base import Callback, CallResult
+from raysgd.callbacks.base import Callback, CallResult, Run
 from raysgd.callbacks.writers import row_of
 from raysgd.config import at_least, one_of
 from raysgd.core.metrics import plain
@@ -55,7 +55,8 @@ class EarlyStopping(Callback):
         trainer.fit(100)
 
     `best` is the best value so far. Results without the metric do not count, and NaN is never
-    better. A resumed trainer continues to count where the killed script was.
+    better. A resumed trainer continues to count where the killed script was, another one begins
+    anew.
     """
 
     stops_training: ClassVar[bool] = True  # its only errors are mistakes of the user
@@ -70,12 +71,18 @@ class EarlyStopping(Callback):
         at_least("min_delta", min_delta, 0)
         warn_of_mode(f"EarlyStopping({metric!r}) waits for", metric, mode)
         self._metric, self._patience, self._sign, self._delta = metric, patience, 1 if mode == "min" else -1, min_delta
-        self._cost, self._waited = math.inf, 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._cost, self._waited, self.wants_stop = math.inf, 0, False
         self._measured: bool | None = None  # None before the first result
 
     @property
     def best(self) -> float | None:
         return None if math.isinf(self._cost) else self._sign * self._cost
+
+    def on_start(self, run: Run) -> None:
+        self._forget()
 
     def on_resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
         for row in rows:

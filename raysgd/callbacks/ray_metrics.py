@@ -69,6 +69,7 @@ class RayMetricsCallback(Callback):
             self._gauges[name] = Gauge(name, description=description, tag_keys=("trainer",))
             self._gauges[name].set_default_tags(tags)
         self._saved_at, self._speed = run.saved_at, run.speed
+        self._values, self._workers, self._recoveries, self._recovery_s = {}, {}, 0, 0.0
         self._set(world_size=run.num_workers, target_workers=run.num_workers)
         self._set(recoveries=self._recoveries, recovery_seconds=self._recovery_s)
         self._ended = threading.Event()

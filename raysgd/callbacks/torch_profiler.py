@@ -57,7 +57,7 @@ class TorchProfilerCallback(Callback):
         self._warned = False
 
     def on_start(self, run: Run) -> None:
-        self.folder = self._given or run.folder / "pytorch_profiler"
+        self.folder, self._warned = self._given or run.folder / "pytorch_profiler", False
 
     def on_result(self, result: CallResult) -> None:
         if self.folder is None:

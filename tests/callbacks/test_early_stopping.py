@@ -52,6 +52,18 @@ def test_it_continues_to_count_after_a_restart(tmp_path: Path) -> None:
         assert epochs_until_stop(EarlyStopping("score", patience=2), **arguments) == 4
 
 
+def test_another_trainer_begins_anew(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    callback = EarlyStopping("score", patience=2)
+    assert epochs_until_stop(callback) == 4
+    monkeypatch.setitem(globals(), "VALUES", [9.0, 8.0, 7.0, 7.0])
+    assert epochs_until_stop(callback) == 4
+    assert callback.best == 7
+    with TorchTrainer(training_operator_cls=Scored, use_gpu=False, callbacks=[callback]) as trainer:
+        trainer.train()
+    assert callback.best is None
+    assert caplog.messages[-1] == "EarlyStopping('score') had no effect, because no result had this metric"
+
+
 @pytest.mark.parametrize(
     ("metric", "mode", "warns"),
     [("val_accuracy", "min", True), ("val_loss", "min", False), ("val_accuracy", "max", False), ("mAP", "min", True)],

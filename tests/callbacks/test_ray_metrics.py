@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import ray
 
-from raysgd import AutoCheckpoint, TorchTrainer
-from raysgd.callbacks import RayMetricsCallback, ray_metrics
+from raysgd import AutoCheckpoint, Recovery, TorchTrainer
+from raysgd.callbacks import RayMetricsCallback, Run, ray_metrics
 from raysgd.callbacks.ray_metrics import GAUGES
-from tests.callbacks.recording import Line
+from tests.callbacks.recording import Line, result
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = """
@@ -137,6 +137,21 @@ def test_values_of_the_gauges(ray_cluster: None, shown: dict[str, list[float]], 
         trainer.resize(1)
         assert (shown["world_size"][-1], shown["target_workers"][-1], shown["recoveries"][-1]) == (1, 2, 1)
         assert shown["recovery_seconds"][-1] == trainer.recoveries[0].seconds > 0
+
+
+def test_another_trainer_counts_anew(shown: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    callback, run = RayMetricsCallback("first"), Run(trainer="TorchTrainer", name="Line", num_workers=2)
+    callback.on_start(run)
+    callback.on_result(result())
+    callback.on_recovery(Recovery("growth", (), 2, 3, in_place=True, batches_redone=0, seconds=2.0))
+    assert (shown["recoveries"][-1], shown["recovery_seconds"][-1]) == (1, 2)
+    callback.on_end(False)
+    shown.clear()
+    callback.on_start(run)
+    callback.on_end(False)
+    assert set(shown) == {"world_size", "target_workers", "recoveries", "recovery_seconds"}
+    assert (shown["recoveries"][-1], shown["recovery_seconds"][-1]) == (0, 0)
 
 
 DASHBOARD = json.loads((ROOT / "examples" / "grafana" / "raysgd_dashboard.json").read_text(encoding="utf-8"))
