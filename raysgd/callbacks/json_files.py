@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from raysgd.callbacks.base import Callback, CallResult, Run
 from raysgd.callbacks.writers import Writer, check_ranks, for_json, row_of
 from raysgd.storage import locations
+
+logger = logging.getLogger("raysgd")
 
 
 class JsonLinesCallback(Writer):
@@ -61,8 +64,8 @@ def _end_last_line(path: Path) -> None:
 class JsonLoggerCallback(Callback):
     """Writes the file `filename` (by default `results.json`) in the folder `logdir` as v1 did: a
     list with one entry per result, which is a list of the results of the workers in
-    `workers_to_log` (None: all). Writes the entire file each time, so prefer JsonLinesCallback for
-    long runs."""
+    `workers_to_log` (None: all). Appends to an existing list. Writes the entire file each time, so
+    prefer JsonLinesCallback for long runs."""
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class JsonLoggerCallback(Callback):
         self._folder = None if logdir is None else Path(logdir).expanduser()
         self._name = filename or "results.json"
         self._workers = check_ranks(workers_to_log)
-        self._results: list[list[dict[str, Any]]] = []
+        self._results: list[Any] = []
         self._path: Path | None = None
 
     @property
@@ -82,7 +85,9 @@ class JsonLoggerCallback(Callback):
         return self._path
 
     def on_start(self, run: Run) -> None:
-        self._path, self._results = (self._folder or run.folder) / self._name, []
+        self._path = None  # if reading fails, the file stays as it is
+        path = (self._folder or run.folder) / self._name
+        self._results, self._path = _read_list(path), path
         self._write()
 
     def on_result(self, result: CallResult) -> None:
@@ -93,3 +98,21 @@ class JsonLoggerCallback(Callback):
     def _write(self) -> None:
         if self._path is not None:
             locations.write(self._path, json.dumps(self._results, allow_nan=False).encode())
+
+
+def _read_list(path: Path) -> list[Any]:
+    """Read the list in a file, if there is one. Keep another file's content under a new name."""
+    written = path.read_bytes() if path.is_file() else b""
+    try:
+        found = for_json(json.loads(written or b"[]"))
+    except ValueError:
+        found = None
+    if isinstance(found, list):
+        return found
+    kept = locations.move_aside(path)
+    logger.warning(
+        "%s is not a list in JSON. It is kept as %s, and a new list begins. Take from there what you need",
+        path,
+        kept,
+    )
+    return []

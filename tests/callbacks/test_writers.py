@@ -119,6 +119,41 @@ def test_json_as_in_v1(tmp_path: Path, which: Any, ranks: list[int]) -> None:
     ]
 
 
+def test_json_as_in_v1_keeps_what_an_earlier_run_has_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "results.json"
+    for steps in ((1, 2), (3,)):
+        run_callback(JsonLoggerCallback(), tmp_path, *(report(step, at=step, loss=math.nan) for step in steps))
+    assert [(row["at"], row["loss"]) for (row,) in json.loads(path.read_text())] == [(at, "NaN") for at in (1, 2, 3)]
+    path.write_text('[[{"at": NaN}]]')  # as v1 wrote it
+    run_callback(JsonLoggerCallback(), tmp_path, report(2, at=2))
+    assert [row["at"] for (row,) in json.loads(path.read_text())] == ["NaN", 2]
+    assert not caplog.messages
+    for damaged in ('[[{"at": 1}], [{"a', '{"at": 1}', "\0\0\0"):
+        path.write_text(damaged)
+        run_callback(JsonLoggerCallback(), tmp_path, report(2, at=2))
+        assert [row["at"] for (row,) in json.loads(path.read_text())] == [2]
+        (kept,) = tmp_path.glob("results.json.kept-*")
+        assert kept.read_text() == damaged
+        assert caplog.messages.pop().startswith(f"{path} is not a list in JSON. It is kept as {kept}")
+        kept.unlink()
+
+
+def unreadable(path: Path) -> bytes:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_json_as_in_v1_does_not_replace_what_it_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    callback, path = JsonLoggerCallback(), tmp_path / "results.json"
+    run_callback(callback, tmp_path, report(1))
+    before = path.read_text()
+    with monkeypatch.context() as failing:
+        failing.setattr(Path, "read_bytes", unreadable)
+        with pytest.raises(OSError, match="Input/output"):
+            run_callback(callback, tmp_path)
+    callback.on_result(report(2))
+    assert path.read_text() == before
+
+
 @pytest.mark.parametrize("wrong", [-1, [], [True], ["0"]])
 def test_invalid_ranks_are_refused(wrong: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
