@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import TensorDataset
 
+from raysgd.errors import ConfigError
 from raysgd.operators.image_classification import digits_data
 from raysgd.operators.recipe import Recipe
 
@@ -31,7 +32,7 @@ class GANOperator(Recipe):
 
     Training reports `loss_d` and `loss_g`, and the mean probability that the discriminator gives real and generated
     images, `p_real` and `p_fake` (if both are near 0.5, it cannot distinguish them). Validation reports the same with the
-    prefix `val_`.
+    prefix `val_`. `TrainingOptions(accumulate=...)` is refused.
 
     Everything in `config` is optional. For what a setting cannot express, override a `make_` method:
 
@@ -45,6 +46,12 @@ class GANOperator(Recipe):
     default_batch_size = 64
 
     def setup(self, config: Mapping[str, Any]) -> None:
+        # Within a window, zero_grad does not discard what the generator's pass has added to the discriminator.
+        if self._batches_per_step > 1:
+            raise ConfigError(
+                f"GANOperator cannot train with accumulate={self._batches_per_step}. The discriminator would step with gradients of the "
+                "generator's loss, too. Leave accumulate out, and use larger batches"
+            )
         self.latent_size: int = config.get("latent_size", 32)
         train_data, validation_data = self.make_data(config)
         models = self.make_models(config, train_data)

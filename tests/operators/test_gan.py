@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from raysgd import TorchTrainer
+from raysgd import ConfigError, TorchTrainer, TrainingOptions
 from raysgd.operators.gan import GANOperator, digit_images
 
 
@@ -67,3 +67,10 @@ def test_models_and_data_can_have_other_shapes() -> None:
         assert trainer.train()["num_samples"] == 20
         images = trainer.apply_all_operators(lambda operator: operator.generate(2))[0]
     assert images.shape == (2, 3, 3, 3)
+
+
+def test_accumulation_would_mix_the_gradients_of_both_losses() -> None:
+    with pytest.raises(ConfigError, match=r"cannot train with accumulate=4.*Leave accumulate out"):
+        TorchTrainer(training_operator_cls=GANOperator, options=TrainingOptions(accumulate=4))
+    with TorchTrainer(training_operator_cls=GANOperator, options=TrainingOptions(accumulate=1)) as trainer:
+        assert trainer.train(num_steps=1)["batch_count"] == 1
