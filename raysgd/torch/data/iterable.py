@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -21,23 +22,26 @@ DIVIDED_TWICE = (
 )
 
 logger = logging.getLogger("raysgd")
+_told = WeakValueDictionary[int, Any]()  # data sets whose `shard` was called, by id, because some cannot be hashed
 
 
 def sharded_live(loader: Iterable[Any], rank_info: RankInfo, *, warns: bool = False) -> Iterable[Any]:
     """A loader of this rank's part of the stream.
 
     Data sets of some packages divide themselves. If the data set has a method
-    `shard(rank, world_size)`, call it. Any other IterableDataset divides itself by worker info, in
-    which the loader processes of all ranks look like those of one loader. It `warns` of one that
-    also asks for its rank.
+    `shard(rank, world_size)`, call it; for a single rank, only to undo an earlier call. Any other
+    IterableDataset divides itself by worker info, in which the loader processes of all ranks look
+    like those of one loader. It `warns` of one that also asks for its rank.
     """
     dataset = getattr(loader, "dataset", None)
-    if not isinstance(loader, DataLoader) or not isinstance(dataset, IterableDataset) or rank_info.world_size == 1:
+    complete = rank_info.world_size == 1 and id(dataset) not in _told
+    if not isinstance(loader, DataLoader) or not isinstance(dataset, IterableDataset) or complete:
         return loader
     if any(each.__module__.partition(".")[0] in DIVIDE_THEMSELVES for each in type(dataset).__mro__):
         return loader
     hook = getattr(dataset, "shard", None)
     if callable(hook):
+        _told[id(dataset)] = dataset
         hook(rank_info.world_rank, rank_info.world_size)
         return loader
     shard = RankShard(dataset, rank_info.world_rank, rank_info.world_size, warns=warns)

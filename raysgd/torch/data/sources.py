@@ -299,6 +299,7 @@ class LiveSource(BatchSource):
         self._votes = Votes()
         self._given = 0
         self._randomness: list[torch.Tensor] = []
+        self._place: tuple[int, int] | None = None  # the rank and the number of ranks of the newest part
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         super().begin(epoch, rank_info, shared)
@@ -357,7 +358,13 @@ class LiveSource(BatchSource):
         """Called when the epoch ends; `finished` is whether this rank's iterator has ended, too."""
 
     def _part(self, rank_info: RankInfo) -> Any:
-        """A loader of this rank's part of the stream."""
+        """A loader of this rank's part of the stream. Processes that persist have a data set of the
+        part before."""
+        place = rank_info.world_rank, rank_info.world_size
+        if self._shard and self._place not in (None, place) and getattr(self.loader, "persistent_workers", False):
+            end_processes(live_iterator(self.loader))
+            forget_iterator(self.loader)
+        self._place = place
         self._used = sharded_live(self.loader, rank_info, warns=self._epoch == 0) if self._shard else self.loader
         return self._used
 

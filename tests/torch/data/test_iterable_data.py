@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from raysgd.torch.data.iterable import RankShard
-from raysgd.torch.foreign import worker_info, worker_info_seen_as
+from raysgd.torch.foreign import end_processes, live_iterator, worker_info, worker_info_seen_as
 from tests.torch.data.sources import LiveSource, alone, begin, drawn, epoch_of
 
 
@@ -98,6 +98,18 @@ def test_a_worker_init_fn_shares_the_stream_over_ranks_too() -> None:
 def test_a_data_sets_own_hook_takes_precedence() -> None:
     assert shares(DataLoader(Hooked(), batch_size=2), 2) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
     assert shares(range(4), 2) == [[0, 1, 2, 3]] * 2, "a plain iterable is not divided"
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_the_hook_is_called_again_when_the_ranks_have_changed(processes: int) -> None:
+    """Also if another source of the data set has called it, as the one for validation."""
+    data = Hooked()
+    loader = DataLoader(data, 2, num_workers=processes, persistent_workers=processes > 0, timeout=30 * processes)
+    source, other = (LiveSource(each, shard=True, together=False) for each in (loader, DataLoader(data, 2)))
+    for reader, rank, ranks in ((source, 2, 3), (source, 1, 2), (source, 1, 2), (other, 0, 1), (source, 0, 1)):
+        numbers = [number for each in epoch_of(reader, rank, ranks) for number in each.batch.tolist()]
+        assert numbers == list(range(rank, 10, ranks))
+    end_processes(live_iterator(loader))
 
 
 def test_an_error_in_a_stream_resets_the_worker_info() -> None:
