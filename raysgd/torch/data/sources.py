@@ -184,7 +184,10 @@ class PlannedSource(BatchSource):
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         """This rank's part of the rest: the last iterator if it stopped at `offset`. If only the
-        deal is another one, the loader's processes continue."""
+        deal is another one, the loader's processes continue. Another source of the same data set
+        may have set its epoch meanwhile."""
+        if not self._begins:
+            set_epoch(self.loader, self._epoch)
         self._begins = False
         key = rank_info, self._division(rank_info.world_size)
         if self._open is not None and self._open[:2] == (key, offset):

@@ -11,6 +11,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset
 from raysgd import ConfigError, TorchTrainer
 from raysgd.data import SampleSeeds
 from tests.replicas import torch_rank
+from tests.torch.data.sources import PlannedSource, begin, epoch_of
+from tests.torch.data.sources import drawn as drawn_from
 from tests.torch.small import Recording, inline, operator_of
 from tests.torch.test_seed import Augmented, Noisy
 
@@ -123,3 +125,18 @@ def test_a_subset_and_a_concatenation_pass_the_epoch_on() -> None:
             (first, *_), (second, *_) = (operator_of(trainer).seen[place][0] for place in (0, count))
             assert first == second == 0, "the same sample"
             assert operator_of(trainer).seen[0] != operator_of(trainer).seen[count]
+
+
+def test_a_source_of_the_same_data_does_not_change_the_epoch_of_the_other() -> None:
+    seeded = SampleSeeds(Noisy(), seed=7)
+    training, validation = (PlannedSource(DataLoader(Subset(seeded, part)), pad=True) for part in ([0, 1], [2]))
+
+    def numbers(epoch: int, *, validates: bool) -> list[list[float]]:
+        begin(training, epoch)
+        found = [next(drawn_from(training)).batch]
+        if validates:
+            epoch_of(validation, epoch=epoch + 5)
+        return [batch.tolist() for batch in [*found, *(each.batch for each in drawn_from(training, 1))]]
+
+    alone = [numbers(epoch, validates=False) for epoch in (0, 1)]
+    assert [numbers(epoch, validates=True) for epoch in (0, 1)] == alone
