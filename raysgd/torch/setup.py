@@ -10,7 +10,14 @@ from typing import Any, NoReturn
 from uuid import uuid4
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.callback_list import wanted_on_workers
@@ -202,10 +209,18 @@ def check_predicted(data: Any, batch_size: Any) -> None:
         raise ConfigError(
             f"predict() needs data with an order: a data set with __getitem__ and __len__, or a DataLoader of one, got {data!r}"
         )
-    if isinstance(data, DataLoader) and isinstance(getattr(data.batch_sampler, "sampler", data.sampler), RandomSampler):
+    if isinstance(data, DataLoader) and _shuffles(getattr(data.batch_sampler, "sampler", data.sampler)):
         raise ConfigError(
-            "predict() returns outputs in the order of the data, but this loader shuffles: pass shuffle=False"
+            "predict() returns outputs in the order of the data, but this loader shuffles: pass shuffle=False, and no sampler that "
+            "draws a random order"
         )
+
+
+def _shuffles(sampler: Any) -> bool:
+    """Whether this is one of torch's samplers that draw a random order."""
+    if isinstance(sampler, DistributedSampler):
+        return sampler.shuffle
+    return isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
 
 
 def no_rows(*_: Any) -> NoReturn:

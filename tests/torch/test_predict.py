@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from raysgd import ConfigError
 from tests.local.group import Cluster
@@ -31,6 +39,8 @@ def test_a_dataset_and_a_loader_with_and_without_targets() -> None:
             DataLoader(TensorDataset(x, y), batch_sampler=[[0, 1, 2], [3], [4, 5, 6, 7, 8, 9, 10]]),
         ):
             assert torch.allclose(trainer.predict(data, batch_size=3), expected(trainer, x))
+        unshuffled = DataLoader(TensorDataset(x), sampler=DistributedSampler(x, 2, 1, shuffle=False))
+        assert torch.allclose(trainer.predict(unshuffled), expected(trainer, x))
         order = [3, 1, 2]
         assert torch.allclose(trainer.predict(DataLoader(TensorDataset(x), sampler=order)), expected(trainer, x[order]))
         assert torch.equal(torch.get_rng_state(), before), "training draws the same random numbers afterwards"
@@ -64,10 +74,17 @@ def test_data_without_an_order_is_refused() -> None:
         def __iter__(self) -> Any:
             return iter(())
 
+    shuffled = [
+        SubsetRandomSampler(range(4)),
+        WeightedRandomSampler([1.0] * 4, 4),
+        DistributedSampler(Numbers(4), 1, 0),
+    ]
     cases: list[tuple[Any, str]] = [
         (Stream(), "needs data with an order"),
         (iter([1]), "needs data with an order"),
         (DataLoader(Numbers(4), shuffle=True), "this loader shuffles: pass shuffle=False"),
+        *((DataLoader(Numbers(4), sampler=each), "this loader shuffles") for each in shuffled),
+        (DataLoader(Numbers(4), batch_sampler=BatchSampler(shuffled[0], 2, False)), "this loader shuffles"),
         (Numbers(0), "data without a sample"),
     ]
     with inline() as trainer:
