@@ -36,12 +36,14 @@ class KeepBuffers(Policy):
     them in its forward passes, between which the ranks differ.
 
     Of large buffers, these are the ones that training has changed in the first step, and those of
-    BatchNorm, even if they were frozen then.
+    BatchNorm, even if they were frozen then. If there are others, all ranks agree again in the
+    first step of each loop, on those that it or the loop before has changed, too.
     """
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._places: list[Place] | None = None  # None before the first step
+        self._seen: dict[Place, Any] = {}  # the versions of buffers when the loop began
         # At the beginning of the step: the buffers, where they were, and their contents.
         self._now: list[torch.Tensor] = []
         self._at: list[Place] = []
@@ -57,6 +59,7 @@ class KeepBuffers(Policy):
         # What all ranks get in this generation, None before they have agreed on it: where it is, the buffers, the memory that
         # is sent, and pairs of lists of both.
         self._shared: list[Place] | None = None
+        self._others = False  # whether a rank has others
         self._held: list[torch.Tensor] = []
         self._content = torch.empty(0)
         self._pairs: list[Pair] = []
@@ -74,6 +77,10 @@ class KeepBuffers(Policy):
 
     def on_epoch(self, feed: Any) -> None:
         self._looping = True  # also of steps that user code makes without a batch of the iterator
+        if self._others:
+            self._shared, self.in_usual_steps = None, True
+        if self._others or self._places is None:
+            self._seen = {each: _version(each) for each in self._all()}
 
     def begin(self, step: Step) -> None:
         self._open, self._sent = True, False
@@ -104,6 +111,9 @@ class KeepBuffers(Policy):
 
     def rest(self) -> None:
         self._began, self._after, self._open, self._looping = [], {}, False, False
+        if self._places is not None:
+            self._places = self._with_changed(self._places)
+        self._seen = {}
 
     # -- the same on all ranks ------------------------------------------------------------------------
 
@@ -121,9 +131,11 @@ class KeepBuffers(Policy):
         """Agree on the buffers that are sent in this generation: what some rank restores. All ranks
         have those of SyncBatchNorm. Send them for the first time."""
         every = self._all()
-        own = self._found() if self._places is None else self._places
+        own = self._found() if self._places is None else self._with_changed(self._places)
         names = [every[each] for each in own if each in every and not isinstance(each[0], nn.SyncBatchNorm)]
-        wanted = {name for other in gathered_objects(names, self._parts.calls.control) for name in other}
+        told = gathered_objects((names, len(own) < len(every)), self._parts.calls.control)
+        self._others = any(others for _, others in told)
+        wanted = {name for names, _ in told for name in names}
         wanted -= self._parts.own_buffers()
         shared = [place for place, name in every.items() if name in wanted]
         if self._places is not None:
@@ -181,6 +193,11 @@ class KeepBuffers(Policy):
         }
         return [each for each in self._all() if each in moving or before[each].nbytes <= SMALL]
 
+    def _with_changed(self, places: list[Place]) -> list[Place]:
+        """Add the buffers that have changed since the loop began."""
+        changed = (each for each, before in self._seen.items() if _version(each) != before)
+        return list(dict.fromkeys([*places, *changed]))
+
     def _all(self) -> dict[Place, str]:
         """The buffers, with names that are the same on all ranks."""
         found: dict[Place, str] = {}
@@ -233,6 +250,12 @@ def _put(contents: Iterable[tuple[Place, torch.Tensor]]) -> None:
 
 def _held(place: Place) -> torch.Tensor | None:
     return getattr(*place, None)
+
+
+def _version(place: Place) -> tuple[int, int]:
+    """What is another one when a buffer was written, or replaced."""
+    now = _held(place)
+    return id(now), 0 if now is None or now.is_inference() else now._version
 
 
 def _equal(one: torch.Tensor | None, other: torch.Tensor) -> bool:

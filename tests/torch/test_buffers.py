@@ -159,3 +159,45 @@ def test_large_buffers_that_do_not_change_are_not_sent(monkeypatch: pytest.Monke
     monkeypatch.setattr(Cluster, "_broadcast", broadcast)
     train(Norms, {"rows": 24, "batch": 4}, [(None, 2)])
     assert sent.count(32 + 32 + 16 + 16) == 2 * 5, "by two ranks, before each step of an optimizer but the first one"
+
+
+class Bank(nn.Module):
+    """Writes a large buffer from a forward pass on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.layer, self.first, self.passes = nn.Linear(3, 1).double(), first, 0
+        self.register_buffer("bank", torch.zeros(1 << 12).double())
+        self.register_buffer("fixed", torch.zeros(1 << 12).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.training and self.passes >= self.first:
+            self.bank.copy_(x.detach().mean().expand_as(self.bank))
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+class Banking(Curve):
+    def register(self, *, models: Any, **parts: Any) -> Any:
+        torch.manual_seed(3)
+        model = Bank(self.config["first"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return super().register(models=model, **parts | {"optimizers": optimizer, "schedulers": scheduler})
+
+
+@pytest.mark.parametrize(
+    ("first", "equal"), [(1, [True] * 3), (4, [True] * 3), (3, [False, True, True]), (5, [True, False, True])]
+)
+def test_a_large_buffer_that_is_written_later_is_sent_from_the_next_loop_on(first: int, equal: list[bool]) -> None:
+    """A loop has three steps; the ranks differ for the rest of one in whose middle it is written first."""
+    found: list[bool] = []
+    config = {"rows": 72, "batch": 4, "first": first}
+
+    def look(trainer: Any, results: Any) -> None:
+        [(bank, fixed), (other, _)] = trainer.apply_all_operators(buffers)
+        found.append(torch.equal(bank, other))
+        assert not fixed.any()
+
+    train(Banking, config, [(3, 2)] * 3, look=look)
+    assert found == equal
