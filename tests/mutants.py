@@ -112,7 +112,8 @@ def send_no_buffers(patch: Patch) -> None:
 
 @mutant("tests/torch/test_auto_batch.py::test_running_statistics_are_those_of_the_first_part[2-0-sends-1]")
 def send_buffers_after_the_step(patch: Patch) -> None:
-    instead("raysgd.torch.buffers.KeepBuffers.watch", lambda self, optimizers: None)(patch)
+    for name in ("check", "unchecked"):
+        instead(f"raysgd.torch.buffers.KeepBuffers.{name}", lambda self, step, optimizer: None)(patch)
 
 
 # -- what a save writes -------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ def pack_the_live_tensors_later(patch: Patch) -> None:
         def __enter__(self) -> Any:
             return [packed(self.state)]
 
-    patch.setattr(TorchReplica, "_copy", lambda self, state: Later(state))
+    patch.setattr(TorchReplica, "copy", lambda self, state: (Later(state), len(packed(state))))
 
 
 @mutant(
