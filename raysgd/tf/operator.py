@@ -119,14 +119,19 @@ class TrainingOperator(OperatorBase):
         return self._loss(y, output, weight), self._accuracy(y, output)
 
     def _accuracy(self, y: Any, output: Any) -> Any:
-        """The fraction of right classes; 0 where this has no meaning, as in a regression."""
-        metrics, criterion = tf.keras.metrics, self.criterion
-        if isinstance(criterion, tf.keras.losses.BinaryCrossentropy):
+        """The fraction of right classes; 0 where this has no meaning, as in a regression and for
+        several outputs."""
+        metrics, losses, criterion = tf.keras.metrics, tf.keras.losses, self.criterion
+        if not isinstance(output, tf.Tensor) or not hasattr(y, "shape"):
+            return 0.0
+        if isinstance(criterion, losses.BinaryCrossentropy):
             threshold = 0.0 if criterion.from_logits else 0.5
             return tf.reduce_mean(metrics.binary_accuracy(y, output, threshold=threshold))
-        if isinstance(criterion, tf.keras.losses.CategoricalCrossentropy):
+        if isinstance(criterion, losses.CategoricalCrossentropy):
             return tf.reduce_mean(metrics.categorical_accuracy(y, output))
-        if len(output.shape) > 1 and len(y.shape) == len(output.shape) - 1:
+        axes = len(output.shape)
+        as_column = isinstance(criterion, losses.SparseCategoricalCrossentropy) and y.shape[-1] == 1
+        if axes > 1 and output.shape[-1] != 1 and (len(y.shape) == axes - 1 or (len(y.shape) == axes and as_column)):
             return tf.reduce_mean(metrics.sparse_categorical_accuracy(y, output))
         return 0.0
 
