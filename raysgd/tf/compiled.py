@@ -44,6 +44,10 @@ WITHOUT_XLA = (
     "the model was compiled with jit_compile=True, which has no effect here, because XLA cannot compile the sum of the gradients over "
     "the workers: put tf.function(jit_compile=True) on parts of the model"
 )
+WITHOUT_END = (
+    "no fit of Keras ends here, because without 'epochs' in config['fit_config'] each train() is one epoch of a longer fit. So the "
+    "weights never become those of %s. Pass 'epochs': one train() then trains so many, and ends as fit does"
+)
 
 
 class CompiledOperator(TrainingOperator):
@@ -52,6 +56,8 @@ class CompiledOperator(TrainingOperator):
     model_creator: Callable[[dict[str, Any]], Any]
     data_creator: Callable[[dict[str, Any]], Any]
     _validation_prefix = "validation_"
+    _fits: bool  # whether the callbacks are between on_train_begin and on_train_end
+    _fit_logs: dict[str, Any]  # of the last epoch
 
     def setup(self, config: dict[str, Any]) -> None:
         self._fit = checked_fit_config(config, FIT)
@@ -83,7 +89,8 @@ class CompiledOperator(TrainingOperator):
         self.register_data(train_dataset=train, validation_dataset=test, **options)
         self._fit_callbacks = self._callbacks(self._fit)
         self._evaluate_callbacks = self._callbacks(checked_fit_config(config, EVALUATE))
-        self._fit_callbacks.on_train_begin()
+        self._fits, self._fit_logs = False, {}
+        self._warn_of_no_end()
 
     def _build(self) -> None:
         """Create the metrics, too: Keras waits for the first batch, which a rank may not have."""
@@ -112,6 +119,18 @@ class CompiledOperator(TrainingOperator):
         given = config.get("callbacks") or []
         return keras.callbacks.CallbackList(list(given), model=self.model, add_history=False)
 
+    def _warn_of_no_end(self) -> None:
+        """Warn if something has its effect at the end of a fit, and no fit ends."""
+        if "epochs" in self._fit:
+            return
+        optimizer = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        restores = [each for each in self._fit_callbacks.callbacks if getattr(each, "restore_best_weights", False)]
+        without = [f"{type(each).__name__}(restore_best_weights=True)" for each in restores]
+        if getattr(optimizer, "use_ema", False) and not optimizer.ema_overwrite_frequency:
+            without.append(f"{type(optimizer).__name__}(use_ema=True)")
+        if without:
+            self._internals.warn_once(WITHOUT_END, " or ".join(without))
+
     # -- batches --------------------------------------------------------------------------------------
 
     def train_epoch(
@@ -122,6 +141,9 @@ class CompiledOperator(TrainingOperator):
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
         self._epoch_idx = epoch_idx
+        if not self._fits:
+            self._fits = True
+            self._fit_callbacks.on_train_begin()
         self._fit_callbacks.on_epoch_begin(epoch_idx)
         result = super().train_epoch(iterator, info, num_steps, epoch_idx)
         if self._own_train is not None:
@@ -233,6 +255,7 @@ class CompiledOperator(TrainingOperator):
             if own is None:
                 logs["loss"] = float(total) / max(float(count), 1.0)
             if train:
+                self._fit_logs = logs
                 callbacks.on_epoch_end(self._epoch_idx, logs)
             else:
                 callbacks.on_test_end(logs)
@@ -241,8 +264,14 @@ class CompiledOperator(TrainingOperator):
             self.model.stop_training = False  # it is for this call only
         return bool(stop)
 
+    def _end_fit(self) -> None:
+        self.optimizer.finalize_variable_values(self.model.trainable_weights)
+        self._close()
+
     def _close(self) -> None:
-        self._fit_callbacks.on_train_end()
+        if self._fits:
+            self._fits = False
+            self._fit_callbacks.on_train_end(self._fit_logs)
 
 
 def operator_from_creators(

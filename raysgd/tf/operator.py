@@ -334,6 +334,9 @@ class TrainingOperator(OperatorBase):
         the loop over epochs is to end."""
         return False
 
+    def _end_fit(self) -> None:
+        """Called when a call of `train` has trained all of the `epochs` in `fit_config`."""
+
     def _close(self) -> None:
         """Called when the worker ends without an error."""
 

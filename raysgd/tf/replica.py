@@ -120,6 +120,9 @@ class TFReplica(ReplicaBase):
                 control.report(replace(self.progress, batches=index + 1))
         return outputs
 
+    def end_fit(self) -> None:
+        self.operator._end_fit()
+
     # -- state ----------------------------------------------------------------------------------------
 
     def full_state(self, *, for_peers: bool = False) -> dict[str, Any]:

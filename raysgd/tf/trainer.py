@@ -22,6 +22,7 @@ from raysgd.config import (
     refuse_comparison,
     refuse_of_torch,
 )
+from raysgd.core.protocols import Call
 from raysgd.errors import ConfigError, shown
 from raysgd.tf import states
 from raysgd.tf.compiled import EVALUATE, FIT, checked_fit_config, operator_from_creators
@@ -178,10 +179,12 @@ class TFTrainer(TrainerBase):
         """Train to the end of the epoch, or `num_steps` batches. Return what was measured.
 
         If `num_steps` is not passed, `fit_config`'s `epochs` and `steps_per_epoch` apply, and the
-        last epoch's result is returned. As in Keras, an epoch is then `steps_per_epoch` batches,
-        from where the last one ended in the data. `max_retries` is how many worker failures each
-        epoch may have (-1: any number). With `reduce_results=False`, return a list with each
-        worker's own results. `profile` and `info` are those of `TorchTrainer.train`.
+        last epoch's result is returned. If it has `epochs`, the call is one of Keras' `fit`, with
+        its end: `on_train_end`, and averages that become the weights. As in Keras, an epoch is then
+        `steps_per_epoch` batches, from where the last one ended in the data. `max_retries` is how
+        many worker failures each epoch may have (-1: any number). With `reduce_results=False`,
+        return a list with each worker's own results. `profile` and `info` are those of
+        `TorchTrainer.train`.
         """
         check_call(num_steps, max_retries, info)
         steps = self._fit.get("steps_per_epoch") if num_steps is None else num_steps
@@ -191,6 +194,8 @@ class TFTrainer(TrainerBase):
             result, each = self._calls.measure(self._engine, "train", job)
             if self._calls.stop:
                 break
+        if num_steps is None and "epochs" in self._fit:
+            self._change("the end of train()", Call(TFReplica.end_fit, {}))
         return result if reduce_results else each
 
     @exclusive
