@@ -206,6 +206,7 @@ class CompiledOperator(TrainingOperator):
     def _train_step(self, x: Any, y: Any, weight: Any, counts: bool) -> Any:
         with tf.GradientTape() as tape:
             output = self.model(x, training=True)
+            self._warn_of_divisor(tf.nest.flatten(self.model.loss), output, weight)
             loss = self.model.compute_loss(x=x, y=y, y_pred=output, sample_weight=weight)
         self.step(tape, loss, model=self.model, optimizer=self.optimizer)
         if counts:

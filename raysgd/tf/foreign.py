@@ -58,6 +58,13 @@ def shard_by_file(data: Any, num_shards: int, index: int) -> Any:
 # -- Keras --------------------------------------------------------------------------------------------
 
 
+def has_mask(output: Any) -> bool:
+    """Whether a loss leaves out positions of this output of a model, or of one of these."""
+    import tensorflow as tf
+
+    return any(getattr(each, "_keras_mask", None) is not None for each in tf.nest.flatten(output))
+
+
 def layers_without_inner_ones(model: Any) -> Iterator[Any]:
     """Yield the layers of a model that do not consist of other layers."""
     for layer in model._flatten_layers(include_self=True, recursive=True):

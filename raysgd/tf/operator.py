@@ -12,6 +12,7 @@ from raysgd.config import at_least
 from raysgd.constants import NUM_SAMPLES
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
+from raysgd.tf import foreign
 from raysgd.tf.channel import Channel
 from raysgd.tf.data import are_arrays, batches_per_epoch, in_batches, split
 from raysgd.tf.parts import (
@@ -34,6 +35,11 @@ NOT_AVERAGED = (
     "train_batch has made a step with the gradients of this worker alone, so the workers would train different models. In place of "
     "optimizer.apply_gradients(...) or minimize(...), call self.step(tape, loss), or self.gradients(tape, loss) and then "
     "self.apply_gradients(gradients, variables, optimizer=...)"
+)
+OWN_DIVISOR = (
+    "the loss divides by the number of positions that are not masked, or by the sum of the sample weights, and each worker does so for "
+    "its own rows. Workers are weighed by their rows, so %d workers train other weights than one. For the same weights, use "
+    "reduction='sum_over_batch_size', and in place of a mask a sample_weight of 0"
 )
 
 
@@ -106,6 +112,7 @@ class TrainingOperator(OperatorBase):
     def _train_step(self, x: Any, y: Any, weight: Any, counts: bool) -> Any:
         with tf.GradientTape() as tape:
             output = self.model(x, training=True)
+            self._warn_of_divisor([self.criterion], output, weight)
             loss = self._loss(y, output, weight)
             total = tf.add_n([loss, *(tf.cast(extra, loss.dtype) for extra in self.model.losses)])
         self.step(tape, total, model=self.model, optimizer=self.optimizer)
@@ -117,6 +124,12 @@ class TrainingOperator(OperatorBase):
         output = self.model(x, training=False)
         self._update_metrics(y, output, weight)
         return self._loss(y, output, weight), self._accuracy(y, output)
+
+    def _warn_of_divisor(self, losses: Sequence[Any], output: Any, weight: Any) -> None:
+        """Warn, once, if a mean on this rank is not over all of its rows."""
+        weighs = any(getattr(loss, "reduction", None) == "mean_with_sample_weight" for loss in losses)
+        if self._internals.channel.size > 1 and (foreign.has_mask(output) or (weighs and weight is not None)):
+            self._internals.warn_once(OWN_DIVISOR, self._internals.channel.size)
 
     def _accuracy(self, y: Any, output: Any) -> Any:
         """The fraction of right classes; 0 where this has no meaning, as in a regression and for

@@ -1,5 +1,6 @@
 """Mistakes in operators for TensorFlow that raise no error by themselves."""
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -7,9 +8,13 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
+import keras  # noqa: E402
+
 from raysgd import TFTrainer  # noqa: E402
 from raysgd.errors import ConfigError  # noqa: E402
+from raysgd.tf import TrainingOperator  # noqa: E402
 from raysgd.tf.channel import Channel  # noqa: E402
+from raysgd.tf.compiled import operator_from_creators  # noqa: E402
 from tests.replicas import tf_rank  # noqa: E402
 from tests.tf.small import ROWS, Small, make_data  # noqa: E402
 
@@ -58,3 +63,56 @@ def test_gradients_that_are_applied_without_the_other_ranks_are_refused(
         return
     with pytest.raises(ConfigError, match=r"gradients of this worker alone.*call self.step\(tape, loss\)"):
         rank.train()
+
+
+class Divided(TrainingOperator):
+    """Has a mask on the model's output, or sample weights."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        rows = np.arange(24).reshape(4, 6) % 3
+        layers = [keras.layers.Embedding(3, 4, mask_zero=config["mask"]), keras.layers.Dense(3)]
+        reduction = config.get("reduction", "sum_over_batch_size")
+        self.model, self.optimizer, self.criterion = self.register(
+            models=keras.Sequential([keras.Input((6,)), *layers]),
+            optimizers=keras.optimizers.SGD(0.1),
+            criterion=keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction),
+        )
+        weights = (rows,) if "reduction" in config else ()
+        self.register_data(train_dataset=tf.data.Dataset.from_tensor_slices((rows, rows, *weights)).batch(4))
+
+
+def compiled_divided() -> type[TrainingOperator]:
+    """Return the operator of a compiled model like that of `Divided`."""
+
+    def model_creator(config: dict[str, Any]) -> Any:
+        model = keras.Sequential(
+            [keras.Input((6,)), keras.layers.Embedding(3, 4, mask_zero=True), keras.layers.Dense(3)]
+        )
+        model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    rows = np.arange(24).reshape(4, 6) % 3
+    return operator_from_creators(
+        model_creator, lambda config: (tf.data.Dataset.from_tensor_slices((rows, rows)).batch(4), None)
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "warns"),
+    [
+        ({"mask": True}, 2, True),
+        ({"mask": True}, 1, False),
+        ({"mask": False}, 2, False),
+        ({"mask": False, "reduction": "mean_with_sample_weight"}, 2, True),
+        ({"compiled": True}, 2, True),
+    ],
+)
+def test_a_mean_over_other_numbers_than_the_rows_warns(
+    config: dict[str, Any], ranks: int, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Channel, "_packed", lambda self, tensors: tensors)  # nothing arrives from the other rank
+    operator = compiled_divided() if "compiled" in config else Divided
+    rank = tf_rank(operator, config, ranks=ranks)
+    with caplog.at_level(logging.WARNING, "raysgd"):
+        rank.train()
+    assert ("2 workers train other weights than one" in caplog.text) == warns
