@@ -230,7 +230,8 @@ def _own_files(data: Any, rank_info: RankInfo) -> Any:
             "only methods that keep the number of rows"
         )
     own = foreign.shard_by_file(data, rank_info.world_size, rank_info.world_rank)
-    return own.rebatch(size // rank_info.world_size)
+    each, rest = divmod(size, rank_info.world_size)
+    return own.rebatch(each + (rank_info.world_rank < rest))
 
 
 def _length(data: Any, offset: int) -> int | None:

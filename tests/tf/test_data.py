@@ -96,21 +96,34 @@ def test_a_rank_with_less_data_repeats_it_with_weight_0() -> None:
     assert drawn[0].rows == 10 and drawn[1].rows == 3
 
 
-def test_with_sharding_by_file_each_rank_reads_its_own_files(tmp_path: Path) -> None:
-    names = []
-    for number in range(4):
-        names.append(str(tmp_path / f"{number}.txt"))
-        Path(names[-1]).write_text("".join(f"{number}{row}\n" for row in range(3)))
-    data = tf.data.TextLineDataset(names).batch(4)
+def of_files(folder: Path, size: int) -> Any:
+    """Return batches of the lines of four files, sharded by file."""
+    names = [folder / f"{number}.txt" for number in range(4)]
+    for number, name in enumerate(names):
+        name.write_text("".join(f"{number}{row}\n" for row in range(3)))
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.FILE
-    ranks = []
+    return tf.data.TextLineDataset(list(map(str, names))).batch(size).with_options(options)
+
+
+def test_with_sharding_by_file_each_rank_reads_its_own_files(tmp_path: Path) -> None:
+    data, ranks = of_files(tmp_path, 4), []
     for rank_info in rank_infos(2):
-        source = make_source(data.with_options(options), Position(), rank_info, Ensemble([]), training=False)
+        source = make_source(data, Position(), rank_info, Ensemble([]), training=False)
         assert isinstance(source, OwnSource)
         ranks.append([row.decode() for batch in source.data for row in batch.numpy()])
     assert {row[0] for row in ranks[0]}.isdisjoint({row[0] for row in ranks[1]})
     assert len(ranks[0]) == len(ranks[1]) == 6
+
+
+def test_with_sharding_by_file_the_ranks_batches_add_up_to_the_batch_of_all(tmp_path: Path) -> None:
+    data, sizes = of_files(tmp_path, 6), []
+    for rank_info, others in zip(rank_infos(4), ([4, 3, 0], [4, 3, 0], [5, 4, 2, 0], [5, 4, 2, 0]), strict=True):
+        source = make_source(data, Position(), rank_info, Ensemble(others), training=True)
+        drawn = list(source.batches(rank_info, 0))
+        sizes.append([len(each.batch) for each in drawn if each.fresh])
+        assert (drawn[0].rows, drawn[0].weight) == (6, sizes[-1][0] * 4 / 6)
+    assert sizes == [[2, 1], [2, 1], [1, 1, 1], [1, 1, 1]]
 
 
 def test_sharding_policies() -> None:
