@@ -317,6 +317,8 @@ def keras_models(tf: Any) -> None:
     model = keras.Sequential([keras.layers.Dense(3), inner])
     kinds = sorted(type(layer).__name__ for layer in foreign.layers_without_inner_ones(model))
     assert kinds == ["BatchNormalization", "Dense", "Dense"]
+    masking = keras.layers.Embedding(3, 2, mask_zero=True)
+    assert foreign.has_mask([tf.zeros([1]), masking(tf.constant([[0, 1]]))]) and not foreign.has_mask(tf.zeros([1]))
 
 
 @pytest.mark.parametrize("check", [collectives, data_sets, keras_models], ids=lambda check: check.__name__)
