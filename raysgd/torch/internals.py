@@ -36,6 +36,7 @@ class TorchInternals(Internals):
     split_parts: SplitParts | None
     profiler: Profiler | None
     gives_batches: bool  # to methods of the user
+    counted: Any = None  # by the default `train_batch`, for the backward pass that it begins
 
     def join(self, rank_info: RankInfo) -> None:
         super().join(rank_info)

@@ -292,11 +292,11 @@ class TrainingOperator(Scheduling):
         with self.autocast():
             output, target, loss, count = self._forward(batch)
         lap("fwd")
-        self._counted = count  # a user's `backward` may have no such argument
+        self._internals.counted = count  # a user's `backward` may have no such argument
         try:
             self.backward(loss)
         finally:
-            self._counted = None
+            self._internals.counted = None
         lap("grad")
         self.step(self.optimizer)
         lap("apply")

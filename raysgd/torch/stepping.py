@@ -39,7 +39,6 @@ class Stepping(OperatorBase):
         super().__init__(config, internals)
         self._in_own_step = self._own_step_made = False  # whether `self.step` runs an optimizer's, and it was made
         self._clears: bool | None = None  # whether gradients are cleared between steps; None before the first one
-        self._counted: Any = None  # by the default `train_batch`, for the backward pass that it begins
 
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *, count: Any = None, loss_id: int = 0) -> None:
         """Run the backward pass, with the `loss` scaled for the precision and accumulation.
@@ -55,7 +54,7 @@ class Stepping(OperatorBase):
             raise ConfigError(f"self.backward(loss, optimizer) got {shown(optimizer)} as optimizer: pass count=...")
         if step.error is not None:
             raise step.error
-        count = step.count = self._counted if count is None else count
+        count = step.count = internals.counted if count is None else count
         try:
             if self._clears is False:
                 self._look_for_gradients()

@@ -146,6 +146,25 @@ def test_without_options_direct_steps_and_closures_train_as_before() -> None:
     assert torch.equal(trained(Direct), trained(Helped)) and torch.equal(trained(WithClosure), trained(Helped))
 
 
+class Accumulating(Line):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        loss = self.criterion(self.model(batch[0]), batch[1])
+        self.zero_grad()
+        self.backward(loss)
+        self.step()
+        return {"train_loss": loss.detach(), "num_samples": len(batch[0])}
+
+
+class Counting(Accumulating):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self._counted = batch_info["batch_idx"] + 1
+        return super().train_batch(batch, batch_info)
+
+
+def test_a_counter_of_the_operators_own_changes_no_gradient() -> None:
+    assert torch.equal(trained(Counting, accumulate=2), trained(Accumulating, accumulate=2))
+
+
 def test_bf16_with_direct_calls_equals_bf16_with_the_helpers() -> None:
     assert torch.equal(trained(Cast, precision="bf16"), trained(Helped, precision="bf16"))
     assert not torch.equal(trained(Cast, precision="bf16"), trained(Direct))
