@@ -56,7 +56,7 @@ class EarlyStopping(Callback):
 
     `best` is the best value so far. Results without the metric do not count, and NaN is never
     better. A resumed trainer continues to count where the killed script was, another one begins
-    anew.
+    from the start.
     """
 
     stops_training: ClassVar[bool] = True  # its only errors are mistakes of the user

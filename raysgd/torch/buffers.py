@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysgd.torch.foreign import buffers_at, copy_all, unnoticed
+from raysgd.torch.foreign import buffers_at, content_version, copy_all, unnoticed
 from raysgd.torch.parts import Parts, broadcast, name_of
 from raysgd.torch.skipped_steps import gathered_objects
 from raysgd.training.step import Step
@@ -133,9 +133,9 @@ class KeepBuffers(Policy):
         every = self._all()
         own = self._found() if self._places is None else self._with_changed(self._places)
         names = [every[each] for each in own if each in every and not isinstance(each[0], nn.SyncBatchNorm)]
-        told = gathered_objects((names, len(own) < len(every)), self._parts.calls.control)
-        self._others = any(others for _, others in told)
-        wanted = {name for names, _ in told for name in names}
+        answers = gathered_objects((names, len(own) < len(every)), self._parts.calls.control)
+        self._others = any(others for _, others in answers)
+        wanted = {name for names, _ in answers for name in names}
         wanted -= self._parts.own_buffers()
         shared = [place for place, name in every.items() if name in wanted]
         if self._places is not None:
@@ -253,9 +253,9 @@ def _held(place: Place) -> torch.Tensor | None:
 
 
 def _version(place: Place) -> tuple[int, int]:
-    """What is another one when a buffer was written, or replaced."""
+    """It differs after a buffer was written, or replaced."""
     now = _held(place)
-    return id(now), 0 if now is None or now.is_inference() else now._version
+    return id(now), 0 if now is None else content_version(now)
 
 
 def _equal(one: torch.Tensor | None, other: torch.Tensor) -> bool:

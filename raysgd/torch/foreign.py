@@ -379,6 +379,14 @@ def content_version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def keep_found(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
+    """Let this optimizer make one more step with the scale. What its step before has found counts
+    in the next update."""
+    states = scaler._per_optimizer_states
+    if (found := states.pop(id(optimizer), None)) is not None:
+        states[id(found)] = found
+
+
 def storage_uses(tensor: torch.Tensor) -> tuple[int, int]:
     """How many have this tensor's memory, and where that is: more if they are other tensors, those
     that autograd has saved, or the storage's variables in Python; elsewhere once it was resized."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from raysgd.errors import ConfigError
+from raysgd.torch.foreign import keep_found
 from raysgd.training.step import Step
 from raysgd.training.step_policy import Policy
 
@@ -113,10 +114,8 @@ class Scaler(torch.amp.GradScaler):
         self.unscaled.add(id(optimizer))
 
     def begin_again(self, optimizer: Any) -> None:
-        """Let the optimizer make one more step with this scale. What the step before has found
-        counts when the scale is changed."""
-        found = self._per_optimizer_states.pop(id(optimizer))
-        self._per_optimizer_states[id(found)] = found
+        """Let the optimizer make one more step with this scale."""
+        keep_found(self, optimizer)
         self.unscaled.discard(id(optimizer))
 
     def scale(self, outputs: Any) -> Any:

@@ -91,7 +91,8 @@ class Trainer(RunCheckpoints):
         self._executor = FunctionDriver(workers)
         self.storage, self.logdir = _make_places(logdir)
         self.history = History()  # all rounds that were fetched, of all runs
-        self._runs = self._newest = 0  # how many there were, and the number of the newest one
+        self._runs = 0
+        self._newest: Path | None = None  # the directory of the newest run
         self._to_tune: Any = None  # in a function that Tune runs: what adds checkpoints to its reports
 
     # -- life -----------------------------------------------------------------------------------------
@@ -151,8 +152,8 @@ class Trainer(RunCheckpoints):
         self._check_started()
         job, manager = self._prepare(train_func, config, *in_order(checkpoint, checkpoint_strategy, dataset))
         rounds = TrainingIterator(self._executor, make_callback_list(callbacks, history=self.history))
-        ready = functools.partial(self._count_run, manager)
-        folder, earlier = self.logdir / f"run_{self._next:03d}", self._runs
+        folder, earlier = job.trial["trial_dir"], self._runs
+        ready = functools.partial(self._count_run, manager, folder)
         try:
             return rounds.run_to_end(job, manager, trainer="Trainer", folder=folder, ready=ready)
         finally:
@@ -171,15 +172,14 @@ class Trainer(RunCheckpoints):
         `config`, `checkpoint`, `checkpoint_strategy` and `dataset` are those of `run`."""
         self._check_started()
         job, manager = self._prepare(train_func, config, *in_order(checkpoint, checkpoint_strategy, dataset))
-        self._executor.begin(job, manager, ready=functools.partial(self._count_run, manager))
+        self._executor.begin(job, manager, ready=functools.partial(self._count_run, manager, job.trial["trial_dir"]))
         return TrainingIterator(self._executor, make_callback_list(None, history=self.history))
 
     def _prepare(
         self, train_func: Any, config: Any, checkpoint: Any, strategy: Any, dataset: Any
     ) -> tuple[FunctionJob, CheckpointManager]:
         """Make the next run of this trainer, and what keeps its checkpoints."""
-        self._next = self._find_next()
-        name = f"run_{self._next:03d}"
+        name = f"run_{self._find_next():03d}"
         job = FunctionJob(
             function=train_func,
             config=config,
@@ -190,9 +190,9 @@ class Trainer(RunCheckpoints):
         )
         return job, job.make_manager(self.storage / name / "checkpoints", latest_id=in_trial.number_of(checkpoint) or 0)
 
-    def _count_run(self, manager: CheckpointManager) -> None:
+    def _count_run(self, manager: CheckpointManager, folder: Path) -> None:
         """Count a run that begins, and create its directory."""
-        self._runs, self._newest = self._runs + 1, self._next
+        self._runs, self._newest = self._runs + 1, folder
         self.create_run_dir()
         if in_trial.is_trial():
             from raysgd.train.trials import TrialReports
@@ -246,7 +246,7 @@ class Trainer(RunCheckpoints):
         state = "not active" if not self._executor.is_started else "running" if self._executor.is_running else "idle"
         workers = self._executor.workers
         described = f"{type(workers.backend).__name__}, {counted(workers.num_workers, 'worker')}"
-        newest = f", newest run_{self._newest:03d}" if self._runs else ""
+        newest = f", newest {self._newest.name}" if self._newest else ""
         return f"Trainer({described}, {self._runs} run{'' if self._runs == 1 else 's'}{newest}, {state})"
 
     @property
@@ -257,7 +257,7 @@ class Trainer(RunCheckpoints):
     @property
     def latest_run_dir(self) -> Path | None:
         """The newest run's directory on this machine, or None before the first run."""
-        return self.logdir / f"run_{self._newest:03d}" if self._runs else None
+        return self._newest
 
     @staticmethod
     def create_logdir(log_dir: str | Place | None) -> Place:
@@ -276,7 +276,7 @@ class Trainer(RunCheckpoints):
 
     def _find_next(self) -> int:
         """The number of the next run: other trainers may have made runs here since the last one."""
-        return 1 + max(self._newest, _find_newest_run(self.storage), _find_newest_run(self.logdir))
+        return 1 + max(_find_newest_run(self.storage), _find_newest_run(self.logdir))
 
     @property
     def checkpoint_manager(self) -> CheckpointManager | None:

@@ -1,5 +1,6 @@
 """The installed versions of other libraries still have the private names that raysgd uses."""
 
+import math
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -306,6 +307,19 @@ def data_sets(tf: Any) -> None:
     assert foreign.batch_size(tf.data.Dataset.range(8).batch(3)) == 3
     parts = [foreign.shard_by_file(data, 2, index) for index in range(2)]  # without files, every second batch
     assert sorted(number for part in parts for batch in part for number in batch.numpy()) == list(range(8))
+
+
+def test_an_optimizer_makes_two_steps_with_one_scale() -> None:
+    scaler, weight = torch.amp.GradScaler("cpu", init_scale=4.0), torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    torch_foreign.keep_found(scaler, optimizer)  # there is nothing yet
+    for gradient in (math.inf, 4.0):
+        scaler.scale(weight.sum()).backward()
+        weight.grad = torch.full((1,), gradient)
+        scaler.step(optimizer)
+        torch_foreign.keep_found(scaler, optimizer)
+    scaler.update()
+    assert float(weight) == -1.0 and scaler.get_scale() == 2.0
 
 
 def keras_models(tf: Any) -> None:

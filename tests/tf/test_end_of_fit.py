@@ -13,7 +13,8 @@ import keras  # noqa: E402
 
 from raysgd import ElasticConfig  # noqa: E402
 from raysgd.tf import TFTrainer  # noqa: E402
-from tests.tf.small import data_creator, fire, make_model  # noqa: E402
+from tests.tf.small import data_creator, make_model  # noqa: E402
+from tests.tf.test_own_steps import Dies  # noqa: E402
 
 
 def averaging(config: dict[str, Any]) -> Any:
@@ -49,18 +50,6 @@ class Ends(keras.callbacks.Callback):  # type: ignore[name-defined,misc]
 
     def on_train_end(self, logs: Any = None) -> None:
         self.heard.append("end" if logs and logs["loss"] > 0 else "end without a loss")
-
-
-class Dies(keras.callbacks.Callback):  # type: ignore[name-defined,misc]
-    """Kills a worker in the second epoch."""
-
-    def __init__(self, marks: Path) -> None:
-        super().__init__()
-        self.marks = marks
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if int(self.model.optimizer.iterations) == 8:
-            fire("kill", str(self.marks))
 
 
 def best() -> list[Any]:

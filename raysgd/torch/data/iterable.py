@@ -22,7 +22,7 @@ DIVIDED_TWICE = (
 )
 
 logger = logging.getLogger("raysgd")
-_told = WeakValueDictionary[int, Any]()  # data sets whose `shard` was called, by id, because some cannot be hashed
+_divided = WeakValueDictionary[int, Any]()  # data sets whose `shard` was called, by id, because some cannot be hashed
 
 
 def sharded_live(loader: Iterable[Any], rank_info: RankInfo, *, warns: bool = False) -> Iterable[Any]:
@@ -34,14 +34,14 @@ def sharded_live(loader: Iterable[Any], rank_info: RankInfo, *, warns: bool = Fa
     like those of one loader. It `warns` of one that also asks for its rank.
     """
     dataset = getattr(loader, "dataset", None)
-    complete = rank_info.world_size == 1 and id(dataset) not in _told
+    complete = rank_info.world_size == 1 and id(dataset) not in _divided
     if not isinstance(loader, DataLoader) or not isinstance(dataset, IterableDataset) or complete:
         return loader
     if any(each.__module__.partition(".")[0] in DIVIDE_THEMSELVES for each in type(dataset).__mro__):
         return loader
     hook = getattr(dataset, "shard", None)
     if callable(hook):
-        _told[id(dataset)] = dataset
+        _divided[id(dataset)] = dataset
         hook(rank_info.world_rank, rank_info.world_size)
         return loader
     shard = RankShard(dataset, rank_info.world_rank, rank_info.world_size, warns=warns)
