@@ -221,7 +221,6 @@ def _join(address: str, found: bool) -> None:
     import ray
 
     if found:
-        foreign.use_token_if_available()
         logger.warning(
             "joining the Ray cluster at %s, which was found on this machine; set the environment variable "
             "RAY_ADDRESS=local to start one of your own instead",
@@ -237,7 +236,10 @@ def _join(address: str, found: bool) -> None:
 
 def _probe(address: str, found: bool) -> None:
     """Raise `ClusterError` within seconds if the cluster does not answer: Ray's own client waits
-    for minutes, and then ends this process."""
+    for minutes, and then ends this process. Afterwards this process sends the token of a cluster
+    that was found on this machine."""
+    if found:
+        foreign.use_token_if_available()
     if JOB_CONFIG in os.environ or ":" not in address:  # Ray itself has started a submitted job in its cluster
         return
     answer = foreign.probe_gcs(address, JOIN_S)

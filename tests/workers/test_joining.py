@@ -99,6 +99,27 @@ def test_a_lasting_cluster_without_its_gcs_is_an_error(monkeypatch: pytest.Monke
     assert init == []
 
 
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_cluster_of_this_machine_is_asked_with_its_token(
+    lasting: bool, monkeypatch: pytest.MonkeyPatch, init: list[Any], silent_port: str
+) -> None:
+    found(monkeypatch, "local" if lasting else silent_port)
+    monkeypatch.setattr(cluster, "require_ray", lambda: "session")
+    monkeypatch.setattr(cluster.lasting_cluster, "locked", nullcontext)
+    monkeypatch.setattr(cluster.lasting_cluster, "address", lambda: silent_port)
+    calls = []
+
+    def answer(address: str, limit_s: float) -> str:
+        calls.append(address)
+        return "ok"
+
+    monkeypatch.setattr(foreign, "use_token_if_available", lambda: calls.append("token"))
+    monkeypatch.setattr(foreign, "probe_gcs", answer)
+    assert cluster.join_running() == silent_port
+    assert calls[:2] == ["token", silent_port]
+    assert len(init) == 1
+
+
 def test_an_error_of_ray_while_joining_says_what_to_do(monkeypatch: pytest.MonkeyPatch, init: list[Any]) -> None:
     def refuse(**arguments: Any) -> None:
         raise RuntimeError("the versions differ")
