@@ -28,6 +28,7 @@ class Sender:
     def __init__(self, hvd: Any, names: list[tuple[str, Any]], given: dict[str, Any], *, passes: int) -> None:
         self._passes, self._done, self._in_pass = passes, 0, False
         self._held = False
+        self.names = [name for name, _ in names]
         self._distributed = hvd.DistributedOptimizer(
             torch.optim.SGD([parameter for _, parameter in names], lr=0.0),
             named_parameters=names,
@@ -90,11 +91,22 @@ class HorovodExchange(Exchange):
         self._senders.clear()
         for model in self._models:
             hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        for number, optimizer in enumerate(self._optimizers):
+        for optimizer in self._optimizers:
             _broadcast_state(hvd, optimizer)
-            names = _named(number, optimizer)
-            if names and hvd.size() > 1:
-                self._senders[id(optimizer)] = self._sender(hvd, names)
+        self.begin_call()
+
+    def begin_call(self) -> None:
+        """Send the gradients of all parameters that are trained now. Some of them may have been
+        frozen in the last call."""
+        import horovod.torch as hvd
+
+        for number, optimizer in enumerate(self._optimizers if hvd.size() > 1 else ()):
+            names, sender = _named(number, optimizer), self._senders.pop(id(optimizer), None)
+            if sender is not None and sender.names != [name for name, _ in names]:
+                sender.end()
+                sender = None
+            if names:
+                self._senders[id(optimizer)] = sender or self._sender(hvd, names)
 
     def hold(self, on: bool) -> None:
         for sender in self._senders.values():

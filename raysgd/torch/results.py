@@ -61,6 +61,7 @@ class TorchResults(Results):
         self._phase = phase
         if new_call:
             internals.parts.refuse_changed(replaceable=internals.settings.threads is not None)
+            internals.parts.exchange.begin_call()
             self._operator._warn_of_replaced()
             own, first = internals.parts.options.on_nonfinite, internals.rank_info.world_rank == 0
             self._warns_of_loss = phase == "train" and own is None and first

@@ -68,6 +68,9 @@ class Exchange:
         """Called on all ranks when the process group of a generation is up: make the weights the
         same everywhere, and reset the exchange."""
 
+    def begin_call(self) -> None:
+        """Called on all ranks when a call of the trainer begins."""
+
     def hold(self, on: bool) -> None:
         """Called before each batch of a window and each part; `on`: gradients stay here."""
 

@@ -167,6 +167,7 @@ class CallRunner:
         steps = job.call.arguments.get("num_steps")
         call = f"{kind}({'' if steps is None else f'num_steps={steps}'})"
         if (found := self.place.find_recorded(call)) is not None:
+            self.stop = found.stop
             return found.result, found.each
         self._store_caught(engine)
         began, self._kind, self._failed, before = time.monotonic(), kind, False, engine.progress.step
@@ -190,7 +191,7 @@ class CallRunner:
             self._callbacks.raise_stop()
             self._say_folder()
             each = _returned(kind, parts) or rows
-            self._commit(Made(call, result, each), engine)
+            self._commit(Made(call, result, each, self.stop), engine)
         except BaseException as error:
             self.place.note_error(call, error)
             self._fail(error)

@@ -24,11 +24,13 @@ class Made(NamedTuple):
     call    its name with the arguments that count; "" for a change of which only the workers know
     result  what it has returned; of an error that it has raised, the module, class and text
     each    what each worker has measured; None for a call that changes the state
+    stop    whether user code on the workers has ended the loop over epochs with it
     """
 
     call: str
     result: Any
     each: Any = None
+    stop: bool = False
 
 
 class Place:
@@ -108,7 +110,8 @@ class Place:
     def as_json(self) -> list[Any]:
         """The calls of this body for the record of a checkpoint."""
         return [
-            [each.call, for_json(each.result, strict=False), for_json(each.each, strict=False)] for each in self.made
+            [each.call, for_json(each.result, strict=False), for_json(each.each, strict=False), each.stop]
+            for each in self.made
         ]
 
 

@@ -171,3 +171,31 @@ def test_gradients_that_are_sent_as_float16_are_rounded(by_ddp: Weights) -> None
     given = {"compression": "fp16", "gradient_predivide_factor": 2.0, "backward_passes_per_step": 1}
     horovod = trained("plain", backend="horovod", horovod_args=given)
     assert 1e-5 < differences(horovod, by_ddp)["plain"] < 0.05
+
+
+class Frozen(Loops):
+    """The first layer is frozen when it is registered."""
+
+    def register(self, **parts: Any) -> Any:
+        parts["models"][0][0].requires_grad_(False)
+        return super().register(**parts)
+
+
+def unfreeze(operator: Any) -> None:
+    operator.models[0][0].requires_grad_(True)
+
+
+def test_a_layer_that_is_unfrozen_between_calls_is_averaged(ray_cluster: None) -> None:
+    given = {"num_workers": 2, "use_gpu": False, "backend": "horovod", "scheduler_step_freq": "epoch"}
+    with TorchTrainer(training_operator_cls=Frozen, **given) as trainer:
+        frozen = []
+        for _ in range(2):
+            trainer.train()
+            frozen.append(weights_of_first(trainer))
+            trainer.apply_all_operators(unfreeze)
+    assert torch.equal(*frozen[0]) and torch.equal(*frozen[1])
+    assert not torch.equal(frozen[0][0], frozen[1][0])
+
+
+def weights_of_first(trainer: TorchTrainer) -> list[torch.Tensor]:
+    return trainer.apply_all_operators(lambda operator: operator.models[0][0].weight.detach().clone())

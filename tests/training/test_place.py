@@ -12,8 +12,12 @@ import torch
 
 from raysgd import RaysgdError, TorchTrainer
 from raysgd.callbacks import Callback, EarlyStopping
+from raysgd.callbacks.base import Run
+from raysgd.engine.call import Call, Job
 from raysgd.errors import ResourceError
+from raysgd.training.call_runner import CallRunner
 from raysgd.training.place import Made, Place, storable
+from raysgd.training.replica_base import ReplicaBase
 from tests.torch.small import inline, weights
 from tests.training.test_auto_checkpoint import STEPS, Noisy, lived_until, started
 
@@ -201,3 +205,16 @@ def test_a_call_that_raised_an_error_raises_one_like_it() -> None:
             again.find_recorded("train()")
         assert type(found.value) is kind
     assert again.made == place.made and len(place.made) == len(raised)
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_call_that_is_not_made_again_ends_a_fit_as_it_did(stop: bool) -> None:
+    """As `EarlyStopping` of Keras does."""
+    before = Place()
+    before.note(Made("train()", {"loss": 1.0}, [{"loss": 1.0}], stop))
+    runner = CallRunner([], Run(trainer="TFTrainer", name="digits", num_workers=2))
+    runner.place.resume(1, 0, json.loads(json.dumps(before.as_json())))
+    runner.place.begin_body(1, 0)
+    no_engine: Any = None
+    assert runner.measure(no_engine, "train", Job(Call(ReplicaBase.train, {}))) == ({"loss": 1.0}, [{"loss": 1.0}])
+    assert runner.stop == stop
