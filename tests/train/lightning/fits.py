@@ -29,7 +29,7 @@ from raysgd.train.lightning import (
     RayTrainReportCallback,
     prepare_trainer,
 )
-from tests.faults import once
+from tests.faults import once, until
 
 Fault = Callable[[str, int], None]
 RECORD = ("samples", "rates", "validations", "epochs")
@@ -147,14 +147,17 @@ class Ledger(pl.Callback):
 
 
 def fault_of(config: dict[str, Any], harm: Callable[[int], None]) -> Fault:
-    """Return a function that harms the process once at each of the (rank, step, place) in `faults`."""
-    faults = config.get("faults", ())
+    """Return a function that harms the process once at each of the (rank, step, place) in `faults`. Ranks with the same step and
+    place wait for each other, because one that has lost a peer may not come there."""
+    marks = {tuple(each): Path(config["marks"], "{2}-{0}-{1}".format(*each)) for each in config.get("faults", ())}
 
     def fault(where: str, step: int) -> None:
-        for rank, at, place in faults:
-            mark = Path(config["marks"], f"{place}-{rank}-{at}")
+        for (rank, at, place), mark in marks.items():
             if place == where and rank == train.world_rank() and step >= at and once(mark):
                 mark.write_text(json.dumps({"step": step, "world": train.world_size()}))
+                together = [other for (_, *when), other in marks.items() if when == [at, place]]
+                for _ in until(lambda: all(other.exists() for other in together)):  # noqa: B023, called only here
+                    time.sleep(0.002)
                 harm(config.get("signal", signal.SIGKILL))
 
     return fault
