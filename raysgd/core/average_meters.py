@@ -225,6 +225,18 @@ class AverageMeterCollection:
         return [each.item() for each in waiting]
 
 
+def kept(value: Any) -> Any:
+    """A metric as it is now: the next batch may write to the memory of a tensor."""
+    if type(value) is tuple:
+        return tuple(map(kept, value))
+    if not _is_tensor(value):
+        return value
+    copied = value.detach().clone()
+    if hasattr(value, WEIGHT):
+        setattr(copied, WEIGHT, getattr(value, WEIGHT))
+    return copied
+
+
 def _is_tensor(value: Any) -> bool:
     return hasattr(value, "detach") and hasattr(value, "numel")
 

@@ -252,6 +252,17 @@ def accumulated_gradients(modules: Sequence[Any]) -> list[torch.Tensor]:
     return list({id(each): each for each in found if each is not None}.values())
 
 
+def resharding(modules: Sequence[Any]) -> list[tuple[Any, str, Any]]:
+    """Which attributes of which objects say whether FSDP modules keep their full parameters from
+    the forward pass to the backward pass, with the values."""
+    states = [module._get_fsdp_state() for module in modules]
+    chosen = [
+        (state, "_auto_reshard_after_forward") for state in states if hasattr(state, "_auto_reshard_after_forward")
+    ]
+    groups = [(group, "post_forward_mesh_info") for state in states for group in _parameter_groups(state)]
+    return [(owner, name, getattr(owner, name)) for owner, name in [*chosen, *groups]]
+
+
 def full_parameters(modules: Sequence[Any]) -> list[torch.Tensor]:
     """The full parameters of FSDP's forward pass; none before the first one."""
     groups = [group for module in modules for group in _parameter_groups(module._get_fsdp_state())]

@@ -20,6 +20,7 @@ from raysgd.torch.foreign import (
     groups,
     remove_sharding,
     reset_iteration,
+    resharding,
     with_module_versions,
 )
 
@@ -44,6 +45,7 @@ class Shards:
         self._models, self._optimizers, self._shard_model, self.device = models, optimizers, shard_model, device
         self._replicas = replicas
         self._metadata_only: list[nn.Module] = []
+        self._resharding: list[tuple[Any, str, Any]] = []  # before a validation
 
     @property
     def made(self) -> bool:
@@ -138,14 +140,17 @@ class Shards:
     def gather_for_validation(self) -> None:
         """Give every worker the full weights. Ranks validate different numbers of batches, so no
         forward pass may wait for another rank."""
-        for module in self._modules():
+        modules = list(self._modules())
+        self._resharding = resharding(modules)
+        for module in modules:
             module.set_reshard_after_forward(False)
             module.unshard()
 
     def end_validation(self) -> None:
         for module in self._modules():
             module.reshard()
-            module.set_reshard_after_forward(True)
+        for owner, name, value in self._resharding:
+            setattr(owner, name, value)
 
     def _modules(self) -> Iterator[Any]:
         return (module for model in self._models for module in model.modules() if hasattr(module, "unshard"))

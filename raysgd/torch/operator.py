@@ -191,7 +191,10 @@ class TrainingOperator(Scheduling):
         moves, on_cpu = bool(self._overrides("train_epoch", "train_batch")), self.device.type == "cpu"
         # Whether code besides an optimizer may set its rate.
         sets = bool(own or self._overrides("zero_grad") or self._has_metrics or parts.schedulers)
-        alone = accumulates or own or "seconds" in measures or not options.read_ahead or options.on_oom is not None
+        reads_later = own or self._overrides("on_step")  # which may change the data
+        alone = (
+            accumulates or reads_later or "seconds" in measures or not options.read_ahead or options.on_oom is not None
+        )
         wanted: list[tuple[bool, Any]] = [
             (not on_cpu and not alone, ReadAfterLaunch(parts, self.timers)),
             (settings.adds_parts, internals.buffers),  # whose sending the next one looks at
@@ -273,7 +276,7 @@ class TrainingOperator(Scheduling):
             given = "precision='apex'" if options.precision == "apex" else "parallel=None"
             raise ConfigError(f"skip_step() cannot be combined with {given}: leave one of them out")
         rule = self.skip_step if own else None
-        return LeaveOut(rule, self._parts, self._device, exact=self._exact)
+        return LeaveOut(rule, self._parts, self._internals.position, self._device, exact=self._exact)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Train one step on one `batch`, `(*features, target)`: forward, loss, backward, optimizer.

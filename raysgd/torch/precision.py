@@ -156,6 +156,14 @@ class Fp16(Autocast):
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *, loss_id: int = 0) -> None:
         self.scaler.scale(loss).backward()
 
+    def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
+        if step.committed:  # user code makes it without a batch of the iterator, and so made the one before
+            self.update()
+        return loss
+
+    def rest(self) -> None:
+        self.update()
+
     def unscale(self, optimizer: Any) -> None:
         self._begin_again(optimizer)
         if id(optimizer) not in self.scaler.unscaled:  # by the user's code

@@ -18,7 +18,7 @@ from raysgd.errors import ConfigError, NonFiniteError
 from raysgd.torch.parts import Parts
 from raysgd.torch.weights import count_of
 from raysgd.torch.wrapping import Exchange
-from raysgd.training.feed import Feed, NoFeed
+from raysgd.training.position import Position
 from raysgd.training.step import Step
 from raysgd.training.step_policy import Policy
 
@@ -107,15 +107,20 @@ class LeaveOut(Policy):
     steps that this call has left out."""
 
     def __init__(
-        self, rule: Callable[[dict[str, Any]], Any] | None, parts: Parts, device: torch.device, *, exact: bool
+        self,
+        rule: Callable[[dict[str, Any]], Any] | None,
+        parts: Parts,
+        position: Position,
+        device: torch.device,
+        *,
+        exact: bool,
     ) -> None:
         self._exact = exact  # whether gradients are means over samples
         on_nonfinite = parts.options.on_nonfinite
         self.on = on_nonfinite is not None or rule is not None
         self.option = "skip_step()" if on_nonfinite is None else f"on_nonfinite={on_nonfinite!r}"
         self._action, self._rule = on_nonfinite, rule
-        self._parts, self._device = parts, device
-        self._feed: Feed | NoFeed = NoFeed()  # of the newest loop
+        self._parts, self._position, self._device = parts, position, device
         self.skipped = 0
         self._forget()
 
@@ -127,20 +132,14 @@ class LeaveOut(Policy):
         self._left_out = self._went = self._counts = self._judged = False
         self._losses: list[tuple[torch.Tensor, Any]] = []
 
-    def on_epoch(self, feed: Feed) -> None:
-        self._feed = feed
-
-    def rest(self) -> None:
-        self._feed = NoFeed()
-
     def on_step(self, step: Step) -> None:
         """Count what happened in a step that is committed."""
         if step.outcome != "undone":
             if self._left_out:
                 self.skipped += self._counts
-                self._feed.position.left_out += 1
+                self._position.left_out += 1
             elif self._went:
-                self._feed.position.left_out = 0
+                self._position.left_out = 0
         self._forget()
 
     def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
@@ -164,7 +163,7 @@ class LeaveOut(Policy):
             total = sum(loss * weight for loss, weight in losses if weight)
             found, total, weights = summed([infinite, total, weights], self._device, self._control)
             infinite, loss = found > 0, total / (weights or math.nan)
-        too_many = self._feed.position.left_out + 1 >= MOST_LEFT_OUT
+        too_many = self._position.left_out + 1 >= MOST_LEFT_OUT
         if infinite and (self._action == "raise" or too_many):
             self._raise(step, parameters)
         refused = self._rule is not None and not infinite and self._is_refused(self._rule, loss)
@@ -196,8 +195,7 @@ class LeaveOut(Policy):
                 "skip_step() gets the loss of the step, and this operator calls loss.backward() itself: call self.backward(loss) "
                 "before each step instead"
             )
-        position = self._feed.position
-        found = rule({"loss": loss, "global_step": position.step, "epoch": position.epoch})
+        found = rule({"loss": loss, "global_step": self._position.step, "epoch": self._position.epoch})
         return summed([bool(found)], self._device, self._control)[0] > 0
 
     def _raise(self, step: Step, parameters: Sequence[torch.Tensor]) -> NoReturn:
@@ -207,8 +205,7 @@ class LeaveOut(Policy):
         names = [name for name, each in named if id(each) in bad]
         losses = [float(loss) for loss, _ in self._losses]
         loss = next((each for each in losses if not math.isfinite(each)), losses[-1] if losses else None)
-        position = self._feed.position
-        own = StepReport(position.step + 1, position.epoch, tuple(names), loss, self._samples(step))
+        own = StepReport(self._position.step + 1, self._position.epoch, tuple(names), loss, self._samples(step))
         raise NonFiniteError(explained(gathered_objects(own, self._control), self._action or ""))
 
     def _samples(self, step: Step) -> list[int] | None:

@@ -88,6 +88,13 @@ class Hold(Policy):
         if self._held or not step.closing:
             self._hold(not step.closing)
 
+    def on_step(self, step: Step) -> None:
+        """Forget the gradients of batches that will come again, which no optimizer can clear if the
+        models are sharded."""
+        if step.outcome == "undone" and self._parts.shards is not None:
+            for each in self._parts.shards.unexchanged_gradients():
+                each.zero_()
+
     def rest(self) -> None:
         if self._held:
             self._hold(False)

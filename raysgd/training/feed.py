@@ -245,6 +245,12 @@ class Feed:
         """Whether neither this loop nor an earlier part of the call has asked for a batch."""
         return self._reader is None and not self.position.call_batches and not self.position.call_done
 
+    def finish(self) -> None:
+        """Note that the loop has no further batch: user code may go on to make steps by itself."""
+        self.step = Step(policies=self.policies.usual())
+        for rest in self.policies.rest if self.training else ():
+            rest()
+
     def read_ahead(self) -> None:
         """Read the batch that follows the current one, if it is certain that this call has it."""
         control, position = self._control, self.position

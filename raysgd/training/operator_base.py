@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from raysgd.config import at_least
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
+from raysgd.core.average_meters import kept
 from raysgd.core.metrics import OWN_NAMES, refuse_own_names
 from raysgd.core.sampling_plan import optimizer_steps
 from raysgd.core.timers import Timers
@@ -370,6 +371,8 @@ class OperatorBase:
             if step.closing and not step.metrics:
                 meter.update(values, n=weight)
                 return
+            if not step.closing:
+                values = {name: kept(value) for name, value in values.items()}
             step.metrics.append((values, weight, step.current.whole))
             if not step.closing:
                 return

@@ -81,6 +81,7 @@ class StepLoop:
             if self._unwinds:
                 raise
             return
+        feed.finish()
         if self._control.due(last=True):
             self._owner.report(feed)
 

@@ -40,7 +40,8 @@ class Policy:
         """Called when a step has ended. It is "undone", or "applied" or "skipped" and committed."""
 
     def rest(self) -> None:
-        """Called after a loop, which an error may have ended: no step is open."""
+        """Called when a loop has no further batch, and after it, which an error may have ended: no
+        step is open."""
 
     def cleared(self, step: Step) -> None:
         """Called by `self.zero_grad`, which clears nothing after the first batch of a step."""

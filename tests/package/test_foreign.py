@@ -102,6 +102,10 @@ def sharded_model() -> None:
         torch_foreign.reset_iteration(model)  # before the first one
         model(torch.ones(1, 2))
         torch_foreign.reset_iteration(model)
+        chosen = torch_foreign.resharding([model[0], model])
+        model.set_reshard_after_forward(False)  # type: ignore[operator]
+        kept = [getattr(owner, name) for owner, name, _ in chosen]
+        assert not any(kept) and any(value for *_, value in chosen)
         torch_foreign.remove_sharding(model)
         assert [type(each) for each in model.modules()] == [type(each) for each in plain.modules()]
         marks = {mark for name, each in model.named_modules() for mark in set(vars(each)) - before[name]}

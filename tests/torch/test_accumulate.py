@@ -202,3 +202,23 @@ class OwnBackward(Deep):
 def test_backward_passes_that_are_not_scaled_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"accumulate=4 acts in self.backward\(loss\), and this operator calls loss"):
         trained(OwnBackward, config={"batch": 4}, options=TrainingOptions(accumulate=4))
+
+
+class SameMemory(Line):
+    """Returns a number in memory that the next batch overwrites."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.first, self.pair = torch.zeros(()), (torch.zeros(()), 1)
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        for own in (self.first, self.pair[0]):
+            own.copy_(batch[0][0, 0])
+        return {**super().train_batch(batch, batch_info), "first": self.first, "pair": self.pair}
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_metrics_of_a_window_are_those_of_each_batch(batches: int) -> None:
+    with inline(SameMemory, options=TrainingOptions(accumulate=batches)) as trainer:
+        result = trainer.train()
+    assert (result["first"], result["pair"]) == (pytest.approx(0.4), pytest.approx(0.4))

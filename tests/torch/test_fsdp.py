@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import CheckpointError, ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.callbacks import EMA, GradientNormMonitor
 from raysgd.torch import TrainingOperator
+from raysgd.torch.foreign import resharding
 
 pytestmark = [pytest.mark.more, pytest.mark.usefixtures("ray_cluster")]
 
@@ -50,10 +52,11 @@ def trainer(
     config: dict[str, Any] | None = None,
     elastic: ElasticConfig | None = None,
     callbacks: Any = (),
+    operator: type[Layers] = Layers,
     **options: Any,
 ) -> TorchTrainer:
     return TorchTrainer(
-        training_operator_cls=Layers,
+        training_operator_cls=operator,
         config={"batch": batch, **(config or {})},
         num_workers=workers,
         use_gpu=False,
@@ -135,6 +138,38 @@ def loads_with_other_numbers_of_workers(whole: str, parts: str, expected: torch.
         assert same(weights(two), later)
         assert two.train()["train_loss"] < 2
         two.load(whole)
+        assert same(weights(two), later)
+
+
+class Leaves(Layers):
+    """Can leave its loop in the middle of a window. Its first layers keep their full weights until the backward pass."""
+
+    def _configure_fsdp(self, model: nn.Module, mesh: Any) -> None:
+        fully_shard(model[0], mesh=mesh, reshard_after_forward=False)  # type: ignore[index]
+        fully_shard(model, mesh=mesh)
+
+    def train_epoch(self, iterator: Any, info: Any) -> Any:
+        if not info.get("leaves"):
+            return super().train_epoch(iterator, info)
+        self.train_batch(next(iter(iterator)), {"global_step": 0})
+        return {}
+
+
+def keeps_full_weights(operator: Any) -> list[bool]:
+    sharded = [each for each in operator.model.modules() if hasattr(each, "unshard")]
+    return [value is None for _, name, value in resharding(sharded) if name == "post_forward_mesh_info"]
+
+
+def test_a_window_that_was_left_and_a_validation_change_nothing(alone: Any) -> None:
+    expected, loss, later = alone
+    with trainer(2, 2, operator=Leaves, parallel="fsdp", accumulate=3) as two:
+        two.train(info={"leaves": True})
+        two.train()
+        assert same(weights(two), expected)
+        before = two.apply_all_operators(keeps_full_weights)
+        assert two.validate()["val_loss"] == pytest.approx(loss, rel=1e-4)
+        assert two.apply_all_operators(keeps_full_weights) == before == [[True, True]] * 2
+        two.train()
         assert same(weights(two), later)
 
 

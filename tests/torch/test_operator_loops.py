@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from raysgd import ConfigError, TrainingOptions
 from tests.replicas import torch_rank
-from tests.torch.small import Line, Numbers, Recording, inline, operator_of, weights
+from tests.torch.small import Line, Numbers, Recording, inline, operator_of, rows, weights
 
 
 def epoch_with_all(self: Any, iterator: Any, info: Any = None, num_steps: Any = None, epoch_idx: Any = 0) -> Any:
@@ -401,3 +401,30 @@ def test_attributes_that_a_batch_has_set_and_nothing_saves_are_named_once(
     with inline(Kept, config={"keeps": False}) as trainer:
         trainer.train()
     assert len(caplog.messages) == bool(names)
+
+
+class OneMore(Line):
+    """Makes one more step, on data of its own."""
+
+    def train_epoch(self, iterator: Any, info: Any) -> Any:
+        result = super().train_epoch(iterator, info)
+        x, y = rows(4)
+        self.zero_grad()
+        self.backward(self.criterion(self.model(x), y))
+        assert self.step()
+        return result
+
+
+@pytest.mark.parametrize("batch", [3, 4])  # windows of 6 and 6 rows, or of 8 and 4
+def test_a_step_after_the_last_batch_has_gradients_of_its_own(batch: int) -> None:
+    with inline(OneMore, config={"batch": batch}, options=TrainingOptions(accumulate=2)) as trainer:
+        trainer.train()
+        found = weights(trainer)
+    torch.manual_seed(0)
+    model, (x, y) = nn.Linear(2, 1), rows()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    for some in (slice(2 * batch), slice(2 * batch, 12), slice(4)):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x[some]), y[some]).backward()
+        optimizer.step()
+    torch.testing.assert_close(found, torch.cat([each.detach().flatten() for each in model.parameters()]))

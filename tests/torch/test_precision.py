@@ -12,7 +12,7 @@ from raysgd import TrainingOptions
 from raysgd.torch.precision import Fp16, make_precision
 from raysgd.training.step import Drawn, Step
 from tests.peek import options_of
-from tests.torch.small import Line, inline, operator_of, set_scale, weights
+from tests.torch.small import Line, inline, operator_of, rows, set_scale, weights
 
 FORMATS: list[dict[str, Any]] = [
     {"options": TrainingOptions(precision="fp32")},
@@ -140,3 +140,26 @@ def test_an_interrupted_batch_does_not_change_the_scaler() -> None:
     assert float(model.weight.grad) == pytest.approx(1.0, abs=1e-3)
     precision.step(optimizer)
     precision.on_step(Step())
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_steps_without_a_batch_make_the_scale_smaller_too(after: bool) -> None:
+    class Own(Line):
+        def train_epoch(self, iterator: Any, info: Any) -> Any:
+            batches = list(iterator) if after else []
+            x, y = rows()
+            made = 0
+            for _ in range(30):
+                with self.autocast():
+                    loss = 1000 * self.criterion(self.model(x).float(), y)
+                self.zero_grad()
+                self.backward(loss)
+                made += self.step()
+            return {"made": made, "batches": len(batches)}
+
+    with inline(Own, config={"lr": 1e-5}, options=TrainingOptions(precision="fp16")) as trainer:
+        before = weights(trainer)
+        result = trainer.train()
+        assert result["batches"] == 3 * after
+        assert 0 < result["skipped_steps"] == 30 - result["made"] < 20
+        assert not torch.equal(weights(trainer), before)

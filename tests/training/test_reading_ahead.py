@@ -126,6 +126,11 @@ class OwnRule(Operator):
         return super().skip_step(info)
 
 
+class OwnCurriculum(Operator):
+    def on_step(self, info: dict[str, Any]) -> None:
+        """It could change the data."""
+
+
 def made_with(operator: type = Operator, options: TrainingOptions | None = None, **config: Any) -> TorchTrainer:
     return TorchTrainer(
         training_operator_cls=operator, num_workers=2, use_gpu=False, seed=5, options=options, config=config
@@ -185,6 +190,7 @@ READING_LATER: dict[str, tuple[type, dict[str, Any], TrainingOptions | None]] = 
     "own epoch": (OwnEpoch, {}, None),
     "an assigned method": (Assigned, {}, None),
     "own rule": (OwnRule, {}, None),
+    "own curriculum": (OwnCurriculum, {}, None),
     "own optimizer": (Operator, {"optimizer": OwnSGD}, None),
     "loader processes": (Operator, {"processes": 1}, None),
     "no DDP": (Operator, {}, TrainingOptions(parallel=None)),

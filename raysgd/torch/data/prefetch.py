@@ -33,8 +33,8 @@ class CudaCarrier(DeviceCarrier):
     """Copies the next batch while the device works on the current one. `streams` is `torch.cuda`,
     or a test's substitute.
 
-    Only tensors in plain containers are copied in advance. For objects of other types, their own
-    `.to` is called when the batch is needed, because the memory that it allocates cannot be
+    Only dense tensors in plain containers are copied in advance. For others, and objects of other
+    types, `.to` is called when the batch is needed, because the memory that it allocates cannot be
     registered with the stream that uses it.
 
     With `reuse`, a later batch gets the memory of one that nothing holds, once the device has done
@@ -106,6 +106,8 @@ class _Room:
         self.left: Any = None
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided or tensor.is_nested:  # which torch cannot register with a stream
+            return tensor
         source, place = _pinned(tensor), self.place
         self.place += 1
         ordinary = type(source) is torch.Tensor and source.is_cpu and not source.requires_grad and has_bytes(source)

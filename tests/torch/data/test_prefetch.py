@@ -82,6 +82,17 @@ def test_containers_keep_their_kind(streams: Streams) -> None:
     assert isinstance(batch, Point) and isinstance(batch.y, list)
 
 
+def test_tensors_that_are_not_dense_move_when_the_batch_is_needed(streams: Streams) -> None:
+    """Torch registers only dense memory with a stream."""
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    carrier = CudaCarrier(CPU, streams=streams)
+    sent = carrier.send([torch.eye(3).to_sparse(), ragged, torch.ones(1)])
+    assert streams.events == ["beside", "pin", "copied", "back"]
+    sparse, nested, _ = carrier.arrived(sent)
+    assert streams.events[4:] == ["wait", "claim"]
+    assert sparse.is_sparse and nested.is_nested
+
+
 def arrived(carrier: CudaCarrier, rows: int = 2) -> Any:
     return carrier.arrived(carrier.send({"x": torch.ones(rows, 3), "y": torch.zeros(rows)}))
 
