@@ -142,6 +142,8 @@ class KeepBatch(Policy):
         self._end_counting()
         self._feed, self._decides, self._several = None, False, False
 
+    alone = rest
+
     def begin(self, step: Step) -> None:
         self._end_counting()
         self._several = self._reason is None and not (step.current.whole and step.parts_before == 0)

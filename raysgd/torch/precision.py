@@ -164,6 +164,8 @@ class Fp16(Autocast):
     def rest(self) -> None:
         self.update()
 
+    alone = rest
+
     def unscale(self, optimizer: Any) -> None:
         self._begin_again(optimizer)
         if id(optimizer) not in self.scaler.unscaled:  # by the user's code

@@ -99,6 +99,8 @@ class Hold(Policy):
         if self._held:
             self._hold(False)
 
+    alone = rest
+
     def _hold(self, on: bool) -> None:
         self._held = on
         self._parts.exchange.hold(on)
@@ -122,6 +124,8 @@ class Accumulate(Policy):
         self._usual, self._total = 1.0, 0.0  # samples of a usual window, and of this one
         self._witness: torch.Tensor | None = None
         self._passed = False  # whether the batch had a backward pass
+
+    alone = rest
 
     def begin(self, step: Step) -> None:
         drawn, first, self._passed = step.current, step.place == 0, False

@@ -86,6 +86,8 @@ class Weigh(Policy):
         self._forget()
         self._set(1.0)
 
+    alone = rest
+
     def _forget(self) -> None:
         """Forget what this rank has counted in a step: the place of its newest batch, the unit of
         the gradients so far, and how much that was."""

@@ -248,8 +248,8 @@ class Feed:
     def finish(self) -> None:
         """Note that the loop has no further batch: user code may go on to make steps by itself."""
         self.step = Step(policies=self.policies.usual())
-        for rest in self.policies.rest if self.training else ():
-            rest()
+        for alone in self.policies.alone if self.training else ():
+            alone()
 
     def read_ahead(self) -> None:
         """Read the batch that follows the current one, if it is certain that this call has it."""

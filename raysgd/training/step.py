@@ -56,7 +56,7 @@ class Policies:
         self.option = next((each.option for each in every if each.option), "")
         self.on_epoch, self.begin = self._acting("on_epoch"), self._acting("begin")
         self.before_commit, self.on_step = self._acting("before_commit"), self._acting("on_step")
-        self.rest = self._acting("rest")
+        self.rest, self.alone = self._acting("rest"), self._acting("alone")
         self.cleared, self.weighted = self._acting("cleared"), self._acting("weighted")
         self.awaits, self.check = self._acting("awaits"), self._acting("check")
         self.gradients, self.unchecked = self._acting("gradients"), self._acting("unchecked")

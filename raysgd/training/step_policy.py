@@ -40,8 +40,11 @@ class Policy:
         """Called when a step has ended. It is "undone", or "applied" or "skipped" and committed."""
 
     def rest(self) -> None:
-        """Called when a loop has no further batch, and after it, which an error may have ended: no
-        step is open."""
+        """Called after a loop, which an error may have ended: no step is open."""
+
+    def alone(self) -> None:
+        """Called when a loop has no further batch: steps that user code goes on to make are its
+        own."""
 
     def cleared(self, step: Step) -> None:
         """Called by `self.zero_grad`, which clears nothing after the first batch of a step."""
