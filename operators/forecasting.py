@@ -73,7 +73,7 @@ class ForecastingOperator(Recipe):
         series = config.get("series", seasonal_series)
         series = [torch.as_tensor(each, dtype=torch.float32) for each in (series() if callable(series) else series)]
         held_out = config.get("held_out", 2 * self.horizon)
-        earlier = [each[: len(each) - held_out] for each in series]
+        earlier = [each[: max(len(each) - held_out, 0)] for each in series]
         later = [each[-(held_out + self.history) :] for each in series]
         return (
             SeriesWindows(earlier, self.history, self.horizon),

@@ -71,6 +71,15 @@ def test_the_validation_forecasts_what_training_has_not_seen() -> None:
     assert forecast == [float(number) for number in range(32, 40)]
 
 
+def test_a_series_that_is_shorter_than_what_is_held_out_is_not_trained_on() -> None:
+    """Its first 6 values would be a window of the training, and the whole series is one of the validation."""
+    config = {"series": [torch.arange(40.0), torch.arange(100.0, 109.0)], "history": 4, "horizon": 2, "season": 2}
+    with TorchTrainer(training_operator_cls=ForecastingOperator, config={**config, "held_out": 12}) as trainer:
+        parts = parts_of(trainer.get_local_operator())
+        trained = {float(value) for past, future in parts.train_loader.dataset for value in (*past, *future)}
+    assert trained == {float(number) for number in range(28)}
+
+
 def test_invalid_settings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"must rise and have 0\.5 among them, got \(0\.1, 0\.9\)"):
         TorchTrainer(training_operator_cls=ForecastingOperator, config={"quantiles": (0.1, 0.9)})
