@@ -33,8 +33,12 @@ class LoggedValues:
         self._outside_batches: dict[str, Any] = {}
         self._rank = 0
 
-    def begin_call(self, rank: int) -> None:
+    def begin_call(self, rank: int, *, new: bool) -> None:
+        """Begin a call, or the rest of one. If it is `new`, what is logged already is of a call that
+        did not come to its end."""
         self._rank, self._outside_batches, self._batch = rank, {}, None
+        if new:
+            self._reset()
 
     def begin_batch(self) -> None:
         self._batch, self._samples = {}, None
@@ -61,10 +65,13 @@ class LoggedValues:
         for name, path in sorted(self._logged_metrics.items()):
             self._outside_batches[name] = self._metrics[path].compute()
         if resets:
-            for path in set(self._logged_metrics.values()):
-                self._metrics[path].reset()
-            self._logged_metrics = {}
+            self._reset()
         return self._outside_batches
+
+    def _reset(self) -> None:
+        for path in set(self._logged_metrics.values()):
+            self._metrics[path].reset()
+        self._logged_metrics = {}
 
     def log(
         self,

@@ -152,7 +152,7 @@ class LightningOperator(TrainingOperator):
         feed = self._internals.feed
         self._internals.begin_metrics()
         module = self.module
-        with self._attached("training"):
+        with self._attached("training", new=not feed.position.call_batches):
             if not self._started:
                 self._started = True
                 module.on_train_start()
@@ -266,7 +266,7 @@ class LightningOperator(TrainingOperator):
             raise ConfigError(f"validate() needs a validation_step in {type(module).__name__}")
         feed = self._internals.feed
         self._internals.begin_metrics()
-        with self._attached("validating"), torch.no_grad():
+        with self._attached("validating", new=True), torch.no_grad():
             module.on_validation_start()
             module.on_validation_epoch_start()
             for batch_idx, batch in enumerate(val_iterator):
@@ -294,12 +294,12 @@ class LightningOperator(TrainingOperator):
     # -- both -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _attached(self, phase: str) -> Iterator[None]:
+    def _attached(self, phase: str, *, new: bool) -> Iterator[None]:
         """Replace `self.log` during a call. Between calls, the module is as its class made it."""
         stub = self._stub
         stub.join(self._internals.rank_info)
         stub.global_step = self.global_step
-        self._logged.begin_call(self.world_rank)
+        self._logged.begin_call(self.world_rank, new=new)
         inner: list[Any] = [each for each in self.module.modules() if isinstance(each, self._base)]
         for each in inner:
             each.log = self._logged.log

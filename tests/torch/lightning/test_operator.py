@@ -9,6 +9,7 @@ lightning = pytest.importorskip("lightning", reason="needs Lightning: pip instal
 
 from raysgd import TorchTrainer, TrainingOperator, TrainingOptions  # noqa: E402
 from raysgd.errors import ConfigError  # noqa: E402
+from tests.replicas import Interrupted, torch_rank  # noqa: E402
 from tests.torch.lightning import modules  # noqa: E402
 from tests.torch.lightning.modules import Net, Plateau, rows  # noqa: E402
 
@@ -139,6 +140,43 @@ def test_metric_objects_of_a_call_have_the_rows_of_all_its_epochs():
         calls = trainer.get_local_operator().module.calls
     assert counted == [300, 100, 500, 100]
     assert calls == [200, 100, 200, 400, 100]
+
+
+def test_metric_objects_have_only_the_rows_of_calls_that_have_ended():
+    """An error ends a call, and a peer's failure lets a validation be repeated, and a training go on."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+    marks = {}
+
+    class Counted(Net):
+        def __init__(self):
+            super().__init__(batch_size=20, count=200)
+            self.rows = torchmetrics.SumMetric()
+
+        def training_step(self, batch, batch_idx):
+            self.rows.update(len(batch[0]))
+            self.log("rows", self.rows)
+            marks.pop("train", lambda: None)()
+            return self.loss(batch)
+
+        def validation_step(self, batch, batch_idx):
+            self.rows.update(len(batch[0]))
+            self.log("rows", self.rows)
+            marks.pop("validate", lambda: None)()
+
+    def fail():
+        raise ZeroDivisionError
+
+    rank = torch_rank(TrainingOperator.from_ptl(Counted))
+    for method, count in ((rank.validate, modules.VAL_ROWS), (rank.train, 200)):
+        name = method.__name__
+        marks[name] = fail
+        with pytest.raises(ZeroDivisionError):
+            method(1)
+        assert method(2)["rows"] == count
+        marks[name] = rank.interrupt
+        assert isinstance(method(3), Interrupted)
+        rank.clear()
+        assert method(3)["rows"] == count
 
 
 def test_frozen_parts_stay_in_eval_mode():
