@@ -19,7 +19,7 @@ from raysgd.constants import NUM_SAMPLES
 from raysgd.errors import ConfigError, shown
 from raysgd.tf.data import are_arrays
 from raysgd.tf.operator import TrainingOperator
-from raysgd.tf.own_steps import average_applied, further_optimizers, own_step
+from raysgd.tf.own_steps import average_applied, further_optimizers, own_step, refuse_unbuilt
 from raysgd.tf.parts import as_tensor, one_row, refuse_sum, rows_in, running_statistics
 
 EVALUATE, FIT = "evaluate_config", "fit_config"
@@ -106,6 +106,8 @@ class CompiledOperator(TrainingOperator):
             step.trace(spec)
             if len(running_statistics(self._parts.models)) != len(self._internals.statistics):
                 step.make()  # tracing it has created some, which its graph must average
+        if spec is None or self.model.run_eagerly:  # nothing was traced
+            refuse_unbuilt(self.model, self._parts.optimizers)
         if spec is None or (self._own_train and (self._own_test or not self.model.loss)):
             return
         x, y, weight = _unpacked(tf.nest.map_structure(one_row, spec))

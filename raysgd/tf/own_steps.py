@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from raysgd.errors import ConfigError
 from raysgd.tf.channel import Channel
 from raysgd.tf.parts import as_tensor, assign, graph_function
 from raysgd.tf.results import metric_results
@@ -88,6 +89,15 @@ def further_optimizers(model: Any) -> list[Any]:
     listed = [each for value in values for each in (value if isinstance(value, (list, tuple)) else [value])]
     found = [each for each in listed if hasattr(each, "apply_gradients") and each is not model.optimizer]
     return list({id(each): each for each in found}.values())
+
+
+def refuse_unbuilt(model: Any, optimizers: Sequence[Any]) -> None:
+    """Raise ConfigError for optimizers that would get their variables from the first batch."""
+    if unbuilt := [type(each).__name__ for each in optimizers if not getattr(each, "built", True)]:
+        raise ConfigError(
+            f"{type(model).__name__} has optimizers without variables: {', '.join(unbuilt)}. A new worker could not load their state, "
+            "because they are created by its first batch. Call optimizer.build(variables) in model_creator"
+        )
 
 
 def average_applied(optimizer: Any, average: Callable[[Sequence[Any]], list[Any]]) -> None:

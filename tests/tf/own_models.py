@@ -15,7 +15,7 @@ __all__ = ["data_creator", "model_creator"]
 
 def data_creator(config: dict[str, Any]) -> tuple[Any, Any]:
     features, labels = make_data()
-    kinds = {"gan": features, "ordinary": (features, labels)}
+    kinds = {"gan": features, "eager gan": features, "ordinary": (features, labels)}
     data = tf.data.Dataset.from_tensor_slices(kinds.get(config["model"], (features, labels)))
     return data.batch(20), data.batch(ROWS)
 
@@ -128,9 +128,9 @@ class Hidden(keras.Model):  # type: ignore[misc]
         return {"loss": loss}
 
 
-def _gan() -> Any:
+def _gan(**given: Any) -> Any:
     model = Gan()
-    model.compile()
+    model.compile(**given)
     return model
 
 
@@ -139,5 +139,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "eager": lambda: _compiled(Eager, run_eagerly=True, metrics=None),
     "tracked": lambda: _compiled(Tracked, normalized=False),  # a worker would normalize by its own rows
     "gan": _gan,
+    "eager gan": lambda: _gan(run_eagerly=True),
     "hidden": lambda: _compiled(Hidden),
 }

@@ -63,6 +63,26 @@ def test_a_checkpoint_has_all_optimizers(tmp_path: Path) -> None:
         np.testing.assert_allclose(got, wanted, atol=1e-6)
 
 
+def test_a_model_that_runs_eagerly_has_the_variables_of_all_optimizers_from_the_start(tmp_path: Path) -> None:
+    def built(config: dict[str, Any]) -> Any:
+        model = model_creator(config)
+        model.to_make.build(model.maker.trainable_variables)
+        model.to_judge.build(model.judge.trainable_variables)
+        return model
+
+    with pytest.raises(
+        ConfigError, match=r"Gan has optimizers without variables: SGD, Adam\. A new .*build\(variables\)"
+    ):
+        trainer_of("eager gan")
+    config = {"model": "eager gan"}
+    with TFTrainer(built, data_creator, config) as trainer:
+        trainer.train()
+        path, state = trainer.save(tmp_path / "gan.ckpt"), trainer.state_dict()
+    with TFTrainer(built, data_creator, config) as trainer:
+        trainer.load(path)
+        assert all(map(np.array_equal, arrays(trainer.state_dict()), arrays(state)))
+
+
 def test_class_weights_reach_the_models_own_step() -> None:
     weights = {0: 0.5, 1: 1.0, 2: 4.0}
     config = {"model": "penalized"}
