@@ -7,6 +7,7 @@ epoch.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -112,7 +113,7 @@ class CompiledOperator(TrainingOperator):
             return
         x, y, weight = _unpacked(tf.nest.map_structure(one_row, spec))
         output = self.model(x, training=False)
-        self.model.compute_loss(x=x, y=y, y_pred=output, sample_weight=weight)
+        self._loss_of_model(x, y, output, weight, training=False)
         self.model.compute_metrics(x, y, output, sample_weight=weight)
         for metric in self._metrics():
             metric.reset_state()
@@ -209,7 +210,7 @@ class CompiledOperator(TrainingOperator):
         with tf.GradientTape() as tape:
             output = self.model(x, training=True)
             self._warn_of_divisor(tf.nest.flatten(self.model.loss), output, weight)
-            loss = self.model.compute_loss(x=x, y=y, y_pred=output, sample_weight=weight)
+            loss = self._loss_of_model(x, y, output, weight, training=True)
         self.step(tape, loss, model=self.model, optimizer=self.optimizer)
         if counts:
             self.model.compute_metrics(x, y, output, sample_weight=weight)
@@ -221,7 +222,14 @@ class CompiledOperator(TrainingOperator):
     def _validate_step(self, x: Any, y: Any, weight: Any) -> Any:
         output = self.model(x, training=False)
         self.model.compute_metrics(x, y, output, sample_weight=weight)
-        return self.model.compute_loss(x=x, y=y, y_pred=output, sample_weight=weight)
+        return self._loss_of_model(x, y, output, weight, training=False)
+
+    def _loss_of_model(self, x: Any, y: Any, output: Any, weight: Any, *, training: bool) -> Any:
+        """Compute the loss as Keras does. The method of a model of an earlier version may not take
+        `training`."""
+        compute = self.model.compute_loss
+        more = {"training": training} if "training" in inspect.signature(compute).parameters else {}
+        return compute(x=x, y=y, y_pred=output, sample_weight=weight, **more)
 
     def _weighted(self, x: Any, y: Any, weight: Any) -> tuple[Any, Any, Any]:
         """A batch with Keras' `class_weight` as weights of its samples."""

@@ -123,6 +123,34 @@ def test_class_weights_equal_those_of_keras(weights: dict[int, float], given: di
         np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
+class Smoothed(keras.Model):  # type: ignore[misc]
+    """Has another loss in trainings than in validations."""
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool = True) -> Any:
+        return super().compute_loss(x, y, y_pred, sample_weight) + (100.0 if training else 0.0)
+
+
+class Raised(keras.Model):  # type: ignore[misc]
+    """Has the same loss in both, as Keras before 3.3."""
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
+        return super().compute_loss(x, y, y_pred, sample_weight) + 100.0
+
+
+@pytest.mark.parametrize("kind", [Smoothed, Raised])
+def test_a_models_own_loss_knows_whether_it_is_a_training(kind: Any) -> None:
+    def create(config: dict[str, Any]) -> Any:
+        x = keras.Input((8,))
+        model = kind(x, keras.layers.Dense(3)(x))
+        model.compile("sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    with TFTrainer(create, data_creator) as trainer:
+        assert trainer.train()["train_loss"] > 100
+        expected = trainer.get_model().evaluate(data_creator({})[1], verbose=0)
+        assert trainer.validate()["validation_loss"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_fit_arguments_that_keras_ignores_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
     ignored = {"workers": 2, "use_multiprocessing": True, "max_queue_size": 10, "shuffle": True}
     with of_creators({"fit_config": {"epochs": 2, **ignored}}) as trainer:
