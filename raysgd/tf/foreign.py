@@ -70,3 +70,10 @@ def layers_without_inner_ones(model: Any) -> Iterator[Any]:
     for layer in model._flatten_layers(include_self=True, recursive=True):
         if next(iter(layer._flatten_layers(include_self=False, recursive=True)), None) is None:
             yield layer
+
+
+def times_applied(optimizer: Any) -> int:
+    """How often gradients were applied. `iterations` counts them only when Keras has accumulated
+    those of several batches."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)  # of one that scales the loss
+    return int(inner._iterations)

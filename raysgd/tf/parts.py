@@ -32,7 +32,7 @@ class KerasParts(RegisteredParts):
         return [variable for model in self.models for variable in model.trainable_variables]
 
     def steps_made(self) -> int:
-        return sum(int(as_tensor(optimizer.iterations)) for optimizer in self.optimizers)
+        return sum(map(foreign.times_applied, self.optimizers))
 
 
 def graph_function(function: Callable[..., Any]) -> Any:

@@ -335,6 +335,12 @@ def keras_models(tf: Any) -> None:
     model = keras.Sequential([keras.layers.Dense(3), inner])
     kinds = sorted(type(layer).__name__ for layer in foreign.layers_without_inner_ones(model))
     assert kinds == ["BatchNormalization", "Dense", "Dense"]
+    variable = keras.Variable(1.0)
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    for each in (optimizer, keras.optimizers.LossScaleOptimizer(optimizer)):
+        before = foreign.times_applied(each)
+        each.apply([tf.constant(1.0)], [variable])
+        assert foreign.times_applied(each) == before + 1
     masking = keras.layers.Embedding(3, 2, mask_zero=True)
     assert foreign.has_mask([tf.zeros([1]), masking(tf.constant([[0, 1]]))]) and not foreign.has_mask(tf.zeros([1]))
 

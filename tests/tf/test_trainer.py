@@ -247,6 +247,31 @@ def test_a_foreign_checkpoint_changes_nothing(tmp_path: Path) -> None:
             np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_an_accumulated_batch_counts_if_an_error_follows_it(policy: str) -> None:
+    class Accumulating(Small):
+        def setup(self, config: dict[str, Any]) -> None:
+            super().setup(config)
+            optimizer = keras.optimizers.SGD(0.01, gradient_accumulation_steps=2)
+            if policy == "mixed_float16":
+                optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+            _, self.optimizer, _ = self.register(models=self.model, optimizers=optimizer, criterion=self.criterion)
+
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            result = super().train_batch(batch, batch_info)
+            if self.global_step == 2 and not marks:
+                marks.append("failed")
+                raise ZeroDivisionError("planned")
+            return result
+
+    marks: list[str] = []
+    with TFTrainer(training_operator_cls=Accumulating) as trainer:
+        with pytest.raises(ZeroDivisionError):
+            trainer.train()
+        assert trainer.train()["batch_count"] == 11 - 3
+        assert trainer.get_local_operator().global_step == 11
+
+
 class Pair(TrainingOperator):
     """Two models with an optimizer each, trained by a custom batch method."""
 
