@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,14 @@ def values(variables: Sequence[Any]) -> list[np.ndarray]:
 def assign(variables: Sequence[Any], arrays: Sequence[Any]) -> None:
     for variable, array in zip(variables, arrays, strict=True):
         variable.assign(array)
+
+
+@contextmanager
+def kept(variables: Sequence[Any]) -> Iterator[None]:
+    """Let variables have the same values after a block as before it."""
+    before = [tf.identity(as_tensor(variable)) for variable in variables]
+    yield
+    assign(variables, before)
 
 
 def running_statistics(models: Sequence[Any]) -> list[Any]:

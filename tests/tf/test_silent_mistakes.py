@@ -116,3 +116,27 @@ def test_a_mean_over_other_numbers_than_the_rows_warns(
     with caplog.at_level(logging.WARNING, "raysgd"):
         rank.train()
     assert ("2 workers train other weights than one" in caplog.text) == warns
+
+
+def two_outputs(config: dict[str, Any]) -> Any:
+    x = keras.Input((1,))
+    outputs = {name: keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", name=name)(x) for name in "ab"}
+    model = keras.Model(x, outputs)
+    model.compile(keras.optimizers.SGD(0.0), loss={name: "mae" for name in outputs})
+    return model
+
+
+def five_rows(config: dict[str, Any]) -> Any:
+    """Return batches of 4 rows and of the last one, whose losses are 0, 10, 20, 30 and 40."""
+    x, y = np.zeros((5, 1), "float32"), np.arange(0, 50, 10, dtype="float32")[:, None]
+    return tf.data.Dataset.from_tensor_slices((x, {"a": y, "b": y})).batch(4), None
+
+
+@pytest.mark.parametrize(("rank", "ranks", "loss"), [(0, 1, 20.0), (0, 2, 50 / 3), (1, 2, 25.0)])
+def test_repeated_rows_do_not_count_in_the_losses_of_outputs(
+    rank: int, ranks: int, loss: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one of two ranks repeats the last row of the first one."""
+    monkeypatch.setattr(Channel, "_packed", lambda self, tensors: tensors)  # nothing arrives from the other rank
+    trained = tf_rank((two_outputs, five_rows), {}, rank=rank, ranks=ranks)
+    assert trained.train()["train_a_loss"] == pytest.approx(loss)
