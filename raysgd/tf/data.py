@@ -28,41 +28,25 @@ from raysgd.training.seeding import Places, seed_python_and_numpy
 from raysgd.training.step import Drawn
 
 
-class SharedSource:
-    """Draws this rank's rows of every batch. Every row is used once per epoch, over any number of
-    resizes. The epoch is read from `position`, because a new process can begin in the middle of an
-    epoch. `begun` is called before each pass."""
+class Passes:
+    """Reads a pass over data for each epoch, with one iterator over any number of calls: another one
+    could have another order. `begun` is called before each pass."""
 
-    def __init__(self, loader: Any, position: Position, *, pad: bool, begun: Callable[[], None] = lambda: None) -> None:
-        self.loader, self._begun = loader, begun
-        self._position, self._pad = position, pad
-        self._passes = self._epoch = self._passed = 0
-        self._live: Iterator[Any] | None = None
-        self._last: Drawn | None = None
+    def __init__(self, data: Any, begun: Callable[[], None]) -> None:
+        self._data, self._begun = data, begun
+        self._live: Iterator[Any] = iter(())
+        self._passes, self._epoch, self._passed = 0, -1, 0  # it has none of an epoch yet
+        self._last: Any = None
 
-    def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
-        """Do nothing: `batches` begins a new pass."""
-
-    def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """Read this rank's part of the rest, from the live iterator if that is there."""
-        epoch = self._position.epoch
-        continues = self._live is not None and self._epoch == epoch
-        if continues and self._last is not None and self._passed == self._last.offset == offset + 1:
-            yield self._last  # it was drawn before, but not committed
-        elif not continues or self._passed != offset:
+    def rest(self, epoch: int, offset: int) -> Iterator[Any]:
+        """The batches after `offset`. The one that was read last may not have been committed."""
+        if self._epoch != epoch or self._passed not in (offset, offset + 1):
             self._live, self._epoch, self._passed = self._pass(epoch, offset), epoch, offset
-        while self._live is not None:
-            batch = next(self._live, None)
-            if batch is None:
-                self._live = None
-                return
-            self._passed += 1
-            self._last = self._part_of(batch, rank_info, self._passed)
-            if self._last is not None:
-                yield self._last
-
-    def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
-        return _length(self.loader, offset)
+        elif self._passed == offset + 1:
+            yield self._last
+        while (batch := next(self._live, None)) is not None:
+            self._last, self._passed = batch, self._passed + 1
+            yield batch
 
     def _pass(self, epoch: int, offset: int) -> Iterator[Any]:
         """Make an iterator over the rest of the epoch. The order of a shuffle depends on how often
@@ -71,13 +55,35 @@ class SharedSource:
         iterator before its first batch is asked for, so this takes milliseconds for each epoch."""
         while self._passes < epoch - 1:
             self._passes += 1
-            if isinstance(self.loader, tf.data.Dataset):
-                iter(self.loader)
+            if isinstance(self._data, tf.data.Dataset):
+                iter(self._data)
         self._passes += 1
         self._begun()
-        if isinstance(self.loader, tf.data.Dataset):
-            return iter(self.loader.skip(offset).prefetch(tf.data.AUTOTUNE))
-        return islice(iter(self.loader), offset, None)
+        if isinstance(self._data, tf.data.Dataset):
+            return iter(self._data.skip(offset).prefetch(tf.data.AUTOTUNE))
+        return islice(iter(self._data), offset, None)
+
+
+class SharedSource:
+    """Draws this rank's rows of every batch. Every row is used once per epoch, over any number of
+    resizes. The epoch is read from `position`, because a new process can begin in the middle of an
+    epoch. `begun` is called before each pass."""
+
+    def __init__(self, loader: Any, position: Position, *, pad: bool, begun: Callable[[], None] = lambda: None) -> None:
+        self.loader, self._position, self._pad = loader, position, pad
+        self._passes = Passes(loader, begun)
+
+    def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
+        """Do nothing: `batches` begins a new pass."""
+
+    def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
+        """Read this rank's part of the rest."""
+        for number, batch in enumerate(self._passes.rest(self._position.epoch, offset), offset + 1):
+            if (drawn := self._part_of(batch, rank_info, number)) is not None:
+                yield drawn
+
+    def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
+        return _length(self.loader, offset)
 
     def _part_of(self, batch: Any, rank_info: RankInfo, offset: int) -> Drawn | None:
         """This rank's rows of a batch; None if it need not take part."""
@@ -99,23 +105,23 @@ class OwnSource:
         self,
         loader: Any,
         data: Any,
+        position: Position,
         channel: Channel,
         *,
         together: bool,
         begun: Callable[[], None] = lambda: None,
     ) -> None:
-        self.loader, self.data, self._begun = loader, data, begun
+        self.loader, self.data, self._position = loader, data, position
         self._channel, self._together = channel, together
+        self._passes = Passes(data, begun)
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         """Do nothing: `batches` begins a new pass."""
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        self._begun()
-        live = islice(iter(self.data), offset, None)
-        last: Any = None
+        rest, last = self._passes.rest(self._position.epoch, offset), None
         while True:
-            batch = next(live, None)
+            batch = next(rest, None)
             mine = 0 if batch is None else rows_in(batch)
             total = int(self._channel.sum([tf.constant(mine)])[0]) if self._together else mine
             if total == 0:
@@ -153,7 +159,7 @@ def make_source(
             f"the data set's auto_shard_policy is {policies(policy).name}: it must be AUTO, DATA, FILE or OFF"
         )
     own = _own_files(data, rank_info) if policy == policies.FILE else data
-    return OwnSource(data, own, channel, together=training and rank_info.world_size > 1, begun=begun)
+    return OwnSource(data, own, position, channel, together=training and rank_info.world_size > 1, begun=begun)
 
 
 def are_arrays(data: Any) -> bool:

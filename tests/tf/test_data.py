@@ -1,5 +1,6 @@
 """Each row is used once per epoch, on any number of ranks, and from any position in the epoch."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,34 @@ class Ensemble(Channel):
 
 
 def test_a_rank_with_less_data_repeats_it_with_weight_0() -> None:
-    source = OwnSource(numbers(5), numbers(5), Ensemble([5, 3, 0]), together=True)
+    source = OwnSource(numbers(5), numbers(5), Position(epoch=1), Ensemble([5, 3, 0]), together=True)
     drawn = list(source.batches(rank_infos(2)[0], 0))
     assert [(len(each.batch), each.weight, each.fresh) for each in drawn] == [(5, 1.0, True), (5, 0.0, False)]
     assert drawn[0].rows == 10 and drawn[1].rows == 3
+
+
+def test_a_call_on_a_ranks_own_data_continues_where_the_last_one_ended() -> None:
+    source, rank_info = (
+        OwnSource(numbers(), numbers(seed=4), Position(epoch=1), Channel(1), together=False),
+        rank_infos(1)[0],
+    )
+    seen = []
+    for offset in range(0, 5, 2):
+        drawn = source.batches(rank_info, offset)
+        seen += [row for each in islice(drawn, 2) for row in rows(each)]
+    assert sorted(seen) == list(range(23))
+
+
+def test_a_rank_that_has_read_a_batch_of_its_own_data_agrees_on_it_again() -> None:
+    source, rank_info = (
+        OwnSource(numbers(), numbers(seed=4), Position(epoch=1), Ensemble([5, 3, 2, 5, 5, 5, 0]), together=True),
+        rank_infos(2)[0],
+    )
+    drawn = source.batches(rank_info, 0)
+    first, undone = next(drawn), next(drawn)
+    again = list(source.batches(rank_info, 1))
+    assert (undone.rows, again[0].rows, rows(again[0])) == (8, 7, rows(undone))
+    assert sorted(row for each in (first, *again) for row in rows(each)) == list(range(23))
 
 
 def of_files(folder: Path, size: int) -> Any:
