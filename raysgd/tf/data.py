@@ -44,9 +44,17 @@ class Passes:
             self._live, self._epoch, self._passed = self._pass(epoch, offset), epoch, offset
         elif self._passed == offset + 1:
             yield self._last
-        while (batch := next(self._live, None)) is not None:
+        while (batch := self._next()) is not None:
             self._last, self._passed = batch, self._passed + 1
             yield batch
+
+    def _next(self) -> Any:
+        try:
+            return next(self._live, None)
+        except BaseException:
+            if not isinstance(self._data, tf.data.Dataset):
+                self._epoch = -1  # an iterator of Python has ended with its error
+            raise
 
     def _pass(self, epoch: int, offset: int) -> Iterator[Any]:
         """Make an iterator over the rest of the epoch. The order of a shuffle depends on how often

@@ -121,6 +121,31 @@ def test_a_rank_that_has_read_a_batch_of_its_own_data_agrees_on_it_again() -> No
     assert sorted(row for each in (first, *again) for row in rows(each)) == list(range(23))
 
 
+class Flaky:
+    """Fails once, in the third batch."""
+
+    def __init__(self) -> None:
+        self.failed = False
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 2 and not self.failed:
+            self.failed = True
+            raise OSError("planned")
+        if index == 5:
+            raise IndexError
+        return np.arange(4) + 4 * index
+
+
+def test_an_error_of_the_data_ends_no_epoch() -> None:
+    source, rank_info = shared(Flaky()), rank_infos(1)[0]
+    drawn = source.batches(rank_info, 0)
+    seen = rows(next(drawn)) + rows(next(drawn))
+    with pytest.raises(OSError, match="planned"):
+        next(drawn)
+    seen += [row for each in source.batches(rank_info, 2) for row in rows(each)]
+    assert seen == list(range(20))
+
+
 def of_files(folder: Path, size: int) -> Any:
     """Return batches of the lines of four files, sharded by file."""
     names = [folder / f"{number}.txt" for number in range(4)]
