@@ -25,7 +25,7 @@ from raysgd.config import (
 from raysgd.core.protocols import Call
 from raysgd.errors import ConfigError, shown
 from raysgd.tf import states
-from raysgd.tf.compiled import EVALUATE, FIT, checked_fit_config, operator_from_creators
+from raysgd.tf.compiled import EVALUATE, FIT, CompiledOperator, checked_fit_config, operator_from_creators
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.process_group import TensorFlowBackend
 from raysgd.tf.replica import TFReplica
@@ -39,6 +39,7 @@ from raysgd.training.named import checked_name
 from raysgd.training.settings import OperatorReplicaFactory, ReplicaSettings
 from raysgd.training.trainer_base import TrainerBase
 
+OF_TRAINER = {"epochs", "steps_per_epoch", "steps", "verbose"}  # what is for any operator
 OF_ALL_WORKERS = "a batch of a TensorFlow data set is that of all workers together, and does not change with them"
 
 
@@ -130,12 +131,12 @@ class TFTrainer(TrainerBase):
         resources = WorkerResources.parse(num_cpus_per_worker, use_gpu, resources_per_worker, gpu_asked=use_gpu or None)
         remote, elastic = needs_ray(use_ray, number, resources, elsewhere=name is not None), elastic or ElasticConfig()
         _check_elastic(elastic)
-        self._fit = fit = checked_fit_config(shown, FIT)
-        self._validation_steps = checked_fit_config(shown, EVALUATE).get("steps")
+        self._fit, evaluate = (_arguments_for(operator_cls, shown, name) for name in (FIT, EVALUATE))
+        self._validation_steps = evaluate.get("steps")
         callbacks = check_callbacks(callbacks)
         settings = ReplicaSettings(
             use_gpu=resources.gpus > 0,
-            use_tqdm=use_tqdm or bool(verbose or fit.get("verbose")),
+            use_tqdm=use_tqdm or bool(verbose or self._fit.get("verbose")),
             num_workers=number,
             threads=max(1, int(resources.cpus)) if remote else None,
             seed=seed,
@@ -275,6 +276,18 @@ def _operator_class(model_creator: Any, data_creator: Any, training_operator_cls
     if model_creator is not None or data_creator is not None:
         raise ConfigError("pass either training_operator_cls or the creators, not both")
     return training_operator_cls
+
+
+def _arguments_for(operator_cls: type[TrainingOperator], config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Read `config[name]`. Raise ConfigError for arguments that have no effect on this operator."""
+    given = checked_fit_config(config, name)
+    unused = [key for key, value in given.items() if key not in OF_TRAINER and value is not None]
+    if unused and not issubclass(operator_cls, CompiledOperator):
+        raise ConfigError(
+            f"config[{name!r}] has {', '.join(unused)}, which has no effect on {operator_cls.__name__}: it is for compiled models. "
+            "Leave it out, or pass model_creator and data_creator"
+        )
+    return given
 
 
 def _batches(data: Any, batch_size: int) -> list[Any]:
