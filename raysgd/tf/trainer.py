@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,8 @@ from raysgd.training.loops import opened_folder
 from raysgd.training.named import checked_name
 from raysgd.training.settings import OperatorReplicaFactory, ReplicaSettings
 from raysgd.training.trainer_base import TrainerBase
+
+logger = logging.getLogger("raysgd")
 
 OF_TRAINER = {"epochs", "steps_per_epoch", "steps", "verbose"}  # what is for any operator
 OF_ALL_WORKERS = "a batch of a TensorFlow data set is that of all workers together, and does not change with them"
@@ -279,13 +282,15 @@ def _operator_class(model_creator: Any, data_creator: Any, training_operator_cls
 
 
 def _arguments_for(operator_cls: type[TrainingOperator], config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Read `config[name]`. Raise ConfigError for arguments that have no effect on this operator."""
+    """Read `config[name]`. Warn of arguments that have no effect on an operator of the user's own,
+    unless it reads them itself."""
     given = checked_fit_config(config, name)
     unused = [key for key, value in given.items() if key not in OF_TRAINER and value is not None]
     if unused and not issubclass(operator_cls, CompiledOperator):
-        raise ConfigError(
-            f"config[{name!r}] has {', '.join(unused)}, which has no effect on {operator_cls.__name__}: it is for compiled models. "
-            "Leave it out, or pass model_creator and data_creator"
+        logger.warning(
+            "config[%r] has %s, which only compiled models use, so it has no effect, unless %s reads it itself. Leave it out, or pass "
+            "model_creator and data_creator",
+            *(name, ", ".join(unused), operator_cls.__name__),
         )
     return given
 
