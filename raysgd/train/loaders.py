@@ -98,23 +98,31 @@ class ElasticLoader:
         self.epochs_begun = 0
         self._offset = 0
         self._open = False
+        self._loads = 0  # of a state, which ends the batches of a loop
         # Whether the loop has all batches of the epoch: if it counts them, it never asks for the end.
         self._given = False
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of the epoch that is open, or a new epoch."""
+        return self._read_batches(self._continue_epoch(), self._loads)
+
+    def _continue_epoch(self) -> Iterator[Drawn]:
         if not self._open or self._given:
             self.epochs_begun += 1
             self._source.begin(self.epochs_begun - 1, self._rank_info, self._rank_info.world_size > 1)
             self._offset, self._open, self._given = 0, True, False
         self._given = not len(self)
-        return self._read_rest(self._source.batches(self._rank_info, self._offset))
+        return self._source.batches(self._rank_info, self._offset)
 
-    def _read_rest(self, batches: Iterator[Drawn]) -> Iterator[Any]:
-        for drawn in batches:
-            self._offset = drawn.offset
-            self._given = not len(self)
-            yield drawn.batch if self._device is None else move(drawn.batch, self._device)
+    def _read_batches(self, batches: Iterator[Drawn], loads: int) -> Iterator[Any]:
+        while True:
+            for drawn in batches:
+                self._offset = drawn.offset
+                self._given = not len(self)
+                yield drawn.batch if self._device is None else move(drawn.batch, self._device)
+            if loads == self._loads:
+                break
+            batches, loads = self._continue_epoch(), self._loads  # from the position that the loop has restored
         self._open = False
 
     def __len__(self) -> int:
@@ -136,4 +144,5 @@ class ElasticLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epochs_begun, self._offset, self._open = state["epochs_begun"], state["offset"], state["open"]
         self._given = False
+        self._loads += 1
         self._source.load(state["source"])

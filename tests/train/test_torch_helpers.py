@@ -468,6 +468,24 @@ def test_an_elastic_loader_of_a_loop_that_counts_batches() -> None:
     assert again.epochs_begun == 4
 
 
+def test_a_loop_continues_from_the_commit_that_it_restores() -> None:
+    def function() -> list[int]:
+        loader = train.torch.elastic_data_loader(DataLoader(TensorDataset(torch.arange(40)), batch_size=4))
+        state, seen, restores = train.elastic({"loader": loader, "epoch": 0}), list[int](), [0, 12, 12, 36, -1]
+        while state["epoch"] < 1:
+            for (batch,) in loader:
+                if len(seen) == restores[0]:
+                    del restores[0]
+                    state.restore()
+                    continue
+                seen += batch.tolist()
+                state.commit()
+            state["epoch"] += 1
+        return seen
+
+    assert in_function(function) == list(range(40))
+
+
 def trained(config: dict[str, Any]) -> tuple[list[float], Any, str]:
     train.torch.enable_reproducibility()
     model = train.torch.prepare_model(nn.Linear(1, 1), ddp_kwargs={"broadcast_buffers": False})
