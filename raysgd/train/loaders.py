@@ -19,6 +19,7 @@ from raysgd.torch.data.sampling import batches_per_epoch, is_planned
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import loader_with
 from raysgd.torch.parts import move
+from raysgd.training.seeding import derived_seed
 from raysgd.training.step import Drawn
 
 
@@ -98,6 +99,7 @@ class ElasticLoader:
         self.epochs_begun = 0
         self._offset = 0
         self._open = False
+        self._seed: int | None = None  # of the default generator in an earlier attempt
         self._loads = 0  # of a state, which ends the batches of a loop
         # Whether the loop has all batches of the epoch: if it counts them, it never asks for the end.
         self._given = False
@@ -108,11 +110,20 @@ class ElasticLoader:
 
     def _continue_epoch(self) -> Iterator[Drawn]:
         if not self._open or self._given:
-            self.epochs_begun += 1
-            self._source.begin(self.epochs_begun - 1, self._rank_info, self._rank_info.world_size > 1)
+            self._begin_epoch()
             self._offset, self._open, self._given = 0, True, False
         self._given = not len(self)
         return self._source.batches(self._rank_info, self._offset)
+
+    def _begin_epoch(self) -> None:
+        """Draw the order of a new epoch. A generator with the seed of an earlier attempt would draw
+        those of the first epochs once more."""
+        seeded = self._seed == torch.initial_seed()
+        with torch.random.fork_rng(devices=[], enabled=seeded):
+            if seeded:
+                torch.default_generator.manual_seed(derived_seed(torch.initial_seed(), self.epochs_begun))
+            self._source.begin(self.epochs_begun, self._rank_info, self._rank_info.world_size > 1)
+        self.epochs_begun += 1
 
     def _read_batches(self, batches: Iterator[Drawn], loads: int) -> Iterator[Any]:
         while True:
@@ -139,9 +150,12 @@ class ElasticLoader:
 
     def state_dict(self) -> dict[str, Any]:
         position = {"epochs_begun": self.epochs_begun, "offset": self._offset, "open": self._open}
-        return {**position, "source": self._source.state()}
+        seed = torch.initial_seed() if self._seed is None else self._seed
+        return {**position, "seed": seed, "source": self._source.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self.epochs_begun and state["epochs_begun"]:
+            self._seed = state.get("seed")
         self.epochs_begun, self._offset, self._open = state["epochs_begun"], state["offset"], state["open"]
         self._given = False
         self._loads += 1

@@ -486,6 +486,29 @@ def test_a_loop_continues_from_the_commit_that_it_restores() -> None:
     assert in_function(function) == list(range(40))
 
 
+@pytest.mark.parametrize("every_epoch", [False, True], ids=["at the top", "in every epoch"])
+def test_a_seeded_function_continues_with_other_orders(every_epoch: bool) -> None:
+    def function(until: int) -> list[tuple[int, ...]]:
+        torch.manual_seed(0)
+        loader = train.torch.elastic_data_loader(DataLoader(TensorDataset(torch.arange(20)), shuffle=True))
+        state, orders = train.elastic({"loader": loader}), []
+        while loader.epochs_begun < until:
+            if every_epoch:
+                torch.manual_seed(loader.epochs_begun)
+            orders.append(tuple(int(row) for (row,) in loader))
+            state.commit()
+        return orders
+
+    ranks = [FunctionRank() for _ in range(3)]
+    orders = ranks[0].run(function, 2)
+    for number, rank in enumerate(ranks[1:], 2):
+        rank.load(ranks[number - 2].state())
+        orders += rank.run(function, 2 * number, number=number)
+    assert len(set(orders)) == 6
+    if every_epoch:
+        assert orders == FunctionRank().run(function, 6)
+
+
 def trained(config: dict[str, Any]) -> tuple[list[float], Any, str]:
     train.torch.enable_reproducibility()
     model = train.torch.prepare_model(nn.Linear(1, 1), ddp_kwargs={"broadcast_buffers": False})
