@@ -103,6 +103,7 @@ class ElasticLoader:
         self._loads = 0  # of a state, which ends the batches of a loop
         # Whether the loop has all batches of the epoch: if it counts them, it never asks for the end.
         self._given = False
+        self._asks = False  # whether a loop has yet to learn how many batches a restored epoch has left
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of the epoch that is open, or a new epoch."""
@@ -112,7 +113,7 @@ class ElasticLoader:
         if not self._open or self._given:
             self._begin_epoch()
             self._offset, self._open, self._given = 0, True, False
-        self._given = not len(self)
+        self._given = not self._count_left()
         return self._source.batches(self._rank_info, self._offset)
 
     def _begin_epoch(self) -> None:
@@ -129,7 +130,7 @@ class ElasticLoader:
         while True:
             for drawn in batches:
                 self._offset = drawn.offset
-                self._given = not len(self)
+                self._given, self._asks = not self._count_left(), False
                 yield drawn.batch if self._device is None else move(drawn.batch, self._device)
             if loads == self._loads:
                 break
@@ -139,9 +140,13 @@ class ElasticLoader:
     def __len__(self) -> int:
         """How many batches each rank has left of the open epoch, or those of a new one."""
         loader, workers = self._source.loader, self._rank_info.world_size
-        if not self._open or self._given:
-            new = batches_per_epoch(loader, workers, divided=True)
-            return len(loader) if new is None else new
+        asks, self._asks = self._asks, False
+        if self._open and (asks or not self._given):
+            return self._count_left()
+        new = batches_per_epoch(loader, workers, divided=True)
+        return len(loader) if new is None else new
+
+    def _count_left(self) -> int:
         return self._source.steps_left(self._rank_info, self._offset)
 
     def close(self) -> None:
@@ -157,6 +162,6 @@ class ElasticLoader:
         if not self.epochs_begun and state["epochs_begun"]:
             self._seed = state.get("seed")
         self.epochs_begun, self._offset, self._open = state["epochs_begun"], state["offset"], state["open"]
-        self._given = False
+        self._given, self._asks = False, True
         self._loads += 1
         self._source.load(state["source"])

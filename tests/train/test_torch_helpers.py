@@ -466,6 +466,9 @@ def test_an_elastic_loader_of_a_loop_that_counts_batches() -> None:
     again.load_state_dict(loader.state_dict())
     assert [counted(again), counted(again)] == [[], list(range(20))]
     assert again.epochs_begun == 4
+    again.load_state_dict(loader.state_dict())
+    rest = iter(again)  # before the length
+    assert [len(again), len(again), list(rest), len(again)] == [0, 7, [], 7]
 
 
 def test_a_loop_continues_from_the_commit_that_it_restores() -> None:
