@@ -8,7 +8,7 @@ Driver.
     fetch_next_round()   -> what every rank reported in the next round, None when the function has ended
     finish_training()    -> what every rank returned
 
-`TrainingIterator` follows a run, and calls the callbacks.
+`TrainingIterator` starts a run, follows it, and calls the callbacks.
 """
 
 from __future__ import annotations
@@ -78,11 +78,31 @@ class StartedWorkers:
 
 @dataclass(frozen=True)
 class StartedRun:
-    """A run with its thread, and since when it has been running."""
+    """A run with its thread, its recoveries, and since when it has been running."""
 
     rounds: FunctionRun
     thread: threading.Thread
     claim: Claim
+    recoveries: list[Recovery]
+
+    def fetch_next_round(self, on_poll: Callable[[], None]) -> RoundResult | None:
+        while True:
+            try:
+                result = self.rounds.next_round(POLL_S)
+            except queue.Empty:
+                on_poll()
+                continue
+            on_poll()
+            if result is None and self.rounds.error is not None:
+                raise self.rounds.error
+            return result
+
+    def finish(self) -> list[Any]:
+        while self.thread.is_alive():
+            self.thread.join(POLL_S)
+        if self.rounds.error is not None:
+            raise self.rounds.error
+        return self.rounds.values
 
 
 class FunctionDriver(RunCheckpoints):
@@ -196,7 +216,9 @@ class FunctionDriver(RunCheckpoints):
 
     # -- runs -----------------------------------------------------------------------------------------
 
-    def begin(self, job: FunctionJob, manager: CheckpointManager, *, ready: Callable[[], None] = lambda: None) -> None:
+    def begin(
+        self, job: FunctionJob, manager: CheckpointManager, *, ready: Callable[[], None] = lambda: None
+    ) -> StartedRun:
         """Start the function on every worker, and return at once. `manager` keeps its checkpoints.
         `ready` is called after all checks, right before the function begins."""
         started, task = self._require_workers(), check_function(job.function, job.config)
@@ -204,40 +226,26 @@ class FunctionDriver(RunCheckpoints):
             self._check_free()
             manager.check_storage()
             packed = pack(task)
-            self.recoveries_of_run = []
+            recoveries = self.recoveries_of_run = list[Recovery]()
             ready()
             number = 1 if self._run is None else self._run.rounds.number + 1
             fail, forget = started.engine.cancel, started.engine.forget_snapshot
             rounds = FunctionRun(number, manager, job, self._backend, fail=fail, saved=forget)
             work = functools.partial(self._perform, started, rounds, packed)
             thread = threading.Thread(target=work, name="raysgd-run", daemon=True)
-            self._run = StartedRun(rounds, thread, claim)
+            self._run = run = StartedRun(rounds, thread, claim, recoveries)
             forget()
             thread.start()
+        return run
 
     def fetch_next_round(self, on_poll: Callable[[], None] = lambda: None) -> RoundResult | None:
         """Fetch the next round with the number of the newest checkpoint at that time. `on_poll` is
         called regularly while this waits, and before it returns."""
-        run = self._require_run("fetch_next_result").rounds
-        while True:
-            try:
-                result = run.next_round(POLL_S)
-            except queue.Empty:
-                on_poll()
-                continue
-            on_poll()
-            if result is None and run.error is not None:
-                raise run.error
-            return result
+        return self._require_run("fetch_next_result").fetch_next_round(on_poll)
 
     def finish_training(self) -> list[Any]:
         """Wait for the function, also with rounds left. Return what every rank returned."""
-        run = self._require_run("finish_training")
-        while run.thread.is_alive():
-            run.thread.join(POLL_S)
-        if run.rounds.error is not None:
-            raise run.rounds.error
-        return run.rounds.values
+        return self._require_run("finish_training").finish()
 
     def cancel(self, error: BaseException) -> None:
         """Stop the current run. The workers stay."""
@@ -329,12 +337,17 @@ class TrainingIterator:
 
     def __init__(self, executor: FunctionDriver, callbacks: CallbackList | None = None) -> None:
         self._executor, self._callbacks = executor, callbacks or CallbackList([])
+        self._run: StartedRun | None = None
         self._finished = False
         self._rounds = self._recoveries = 0
         self._results: list[Any] | None = None
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         return self
+
+    def begin(self, job: FunctionJob, manager: CheckpointManager, *, ready: Callable[[], None] = lambda: None) -> None:
+        """Start the function, as the executor does."""
+        self._run = self._executor.begin(job, manager, ready=ready)
 
     @folding
     def __next__(self) -> list[dict[str, Any]]:
@@ -348,12 +361,14 @@ class TrainingIterator:
         time. Return None when the function has ended."""
         if self._finished:
             return None
+        run = self._run
+        assert run is not None
         try:
-            result = self._executor.fetch_next_round(self._report_recoveries)
+            result = run.fetch_next_round(self._report_recoveries)
             if result is not None:
                 self._report_round(result)
                 return result
-            self._results = self._executor.finish_training()
+            self._results = run.finish()
         except BaseException as error:  # of the function, of a callback that stops training, or Ctrl-C
             self._stop(error)
             if isinstance(error, StopIteration):  # would end a loop over the rounds as if the function had finished
@@ -393,7 +408,7 @@ class TrainingIterator:
             self._callbacks.raise_stop()
 
         try:
-            self._executor.begin(job, manager, ready=start)
+            self.begin(job, manager, ready=start)
             while self.next_round() is not None:
                 pass
             self._report_recoveries()
@@ -410,7 +425,8 @@ class TrainingIterator:
 
     def _stop(self, error: BaseException) -> None:
         self._finished = True
-        self._executor.cancel(error if isinstance(error, Exception) else KeyboardInterrupt())
+        if self._run is None or self._run.thread.is_alive():  # otherwise the workers may have a later run
+            self._executor.cancel(error if isinstance(error, Exception) else KeyboardInterrupt())
 
     def _report_round(self, round_: RoundResult) -> None:
         self._rounds += 1
@@ -432,7 +448,8 @@ class TrainingIterator:
 
     def _report_recoveries(self) -> None:
         """Call the callbacks with the recoveries since the last time."""
-        for recovery in self._executor.recoveries_of_run[self._recoveries :]:
+        assert self._run is not None
+        for recovery in self._run.recoveries[self._recoveries :]:
             self._recoveries += 1
             self._callbacks.recovery(recovery)
         self._callbacks.raise_stop()

@@ -172,8 +172,9 @@ class Trainer(RunCheckpoints):
         `config`, `checkpoint`, `checkpoint_strategy` and `dataset` are those of `run`."""
         self._check_started()
         job, manager = self._prepare(train_func, config, *in_order(checkpoint, checkpoint_strategy, dataset))
-        self._executor.begin(job, manager, ready=functools.partial(self._count_run, manager, job.trial["trial_dir"]))
-        return TrainingIterator(self._executor, make_callback_list(None, history=self.history))
+        rounds = TrainingIterator(self._executor, make_callback_list(None, history=self.history))
+        rounds.begin(job, manager, ready=functools.partial(self._count_run, manager, job.trial["trial_dir"]))
+        return rounds
 
     def _prepare(
         self, train_func: Any, config: Any, checkpoint: Any, strategy: Any, dataset: Any

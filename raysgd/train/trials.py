@@ -71,8 +71,8 @@ def perform(workers: FunctionWorkers, job: FunctionJob) -> None:
         executor = FunctionDriver(workers)
         stack.callback(executor.shutdown)
         executor.start(job.hook)
-        executor.begin(job, manager)
         rounds = TrainingIterator(executor)
+        rounds.begin(job, manager)
         last: dict[str, Any] = {}
         while (result := rounds.next_round()) is not None:
             last = {name: in_trial.without_tensors(value) for name, value in result.rows[0].items()}

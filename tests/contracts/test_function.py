@@ -318,6 +318,29 @@ def test_a_function_does_not_wait_for_who_reads_its_rounds(workers: OnWorkers, t
     assert rounds.get_final_results(force=True) == [*range(workers.ranks)]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_iterator_stays_with_its_run(workers: OnWorkers, fails: bool, tmp_path: Path) -> None:
+    def function() -> str:
+        train.report(step=0)
+        if fails:
+            raise NotImplementedError("mine")
+        return "first"
+
+    def second() -> str:
+        wait_for(tmp_path / "go")
+        return "second"
+
+    rounds = workers.iterate(function)
+    while "running" in repr(workers.trainer):
+        time.sleep(0.01)
+    later = workers.iterate(second)
+    with pytest.raises(NotImplementedError) if fails else contextlib.nullcontext():
+        assert [row["step"] for rows in rounds for row in rows] == [0] * workers.ranks
+    assert rounds.get_final_results() == (None if fails else ["first"] * workers.ranks)
+    (tmp_path / "go").touch()
+    assert later.get_final_results(force=True) == ["second"] * workers.ranks
+
+
 def test_the_iterator_yields_the_rounds_and_then_has_the_results(workers: OnWorkers) -> None:
     def function() -> int:
         for step in range(3):
