@@ -149,6 +149,23 @@ def test_a_run_that_raised_an_error_can_be_restored(ray_cluster: None, tmp_path:
 
 
 @pytest.mark.elastic
+def test_a_run_can_be_restored_from_an_older_checkpoint(ray_cluster: None, tmp_path: Path) -> None:
+    def loop() -> int:
+        found = train.get_checkpoint()
+        number = 1 if found is None else found.to_dict()["number"] + 1
+        train.report({}, checkpoint=Checkpoint.from_dict({"number": number}))
+        return number
+
+    run, restore = tmp_path / "run", DataParallelTrainer.restore
+    numbers = [DataParallelTrainer(loop, run_config=in_folder(tmp_path, name="run")).fit().return_value]
+    numbers += [
+        restore(run, **given).fit().return_value
+        for given in ({}, {"resume_from_checkpoint": run / "checkpoint_000000"}, {})
+    ]
+    assert numbers == [1, 2, 2, 3]
+    assert len(list(run.glob("checkpoint_*"))) == 4, "numbers continue"
+
+
 def test_a_range_of_workers_starts_with_as_many_as_there_is_room_for(ray_cluster: None, tmp_path: Path) -> None:
     """Each worker needs 3 of the cluster's 8 CPUs, so there is room for two of the four."""
     wanted = ScalingConfig(num_workers=(1, 4), resources_per_worker={"CPU": 3})

@@ -43,16 +43,19 @@ def run_and_store(
     settings: dict[str, bytes],
     history: History,
     past: Place | None,
+    overridden: bool,
 ) -> Result:
     """Run the function to its end. `settings` are the trainer's, pickled. `past` is where the run
-    is that this one resumes."""
+    is that this one resumes, from the job's checkpoint if that is `overridden`."""
     # These first, because invalid callbacks and settings must not leave a directory behind.
     callbacks, executor = make_callback_list(config.callbacks, history=history), FunctionDriver(workers)
     stored = None if past is None else StoredRun.read(past)
     where, log_dir = _choose_place(trainer, config) if past is None else (past, _choose_log_dir(past, resume=True))
     record, manager = RunRecord(where, log_dir, trainer, job.config, stored), job.make_manager(where)
     if stored is not None:
+        given = manager.payload
         manager.adopt(stored.metrics_by_checkpoint())
+        manager.payload = given if overridden else manager.payload
     record.begin(settings)
 
     try:

@@ -100,6 +100,7 @@ class DataParallelTrainer:
         self.resume_from_checkpoint = resume_from_checkpoint
         self.initialization_hook = initialization_hook
         self._restored_from: str | None = None
+        self._overridden = False  # whether restore() got the checkpoint to resume from
         self._set_up: set[str] = set()  # attributes that setup() creates, which are not stored
         self.history = History()  # the reports of the newest fit() in this process
         self._check()
@@ -140,9 +141,8 @@ class DataParallelTrainer:
         self._set_up |= set(vars(self)) - before
         restored = place(self._restored_from) if self._restored_from is not None else None
         self.history = History()
-        return run_and_store(
-            self._workers(), self.job(), type(self).__name__, self.run_config, packed, self.history, restored
-        )
+        name, begins = type(self).__name__, (restored, self._overridden)
+        return run_and_store(self._workers(), self.job(), name, self.run_config, packed, self.history, *begins)
 
     def job(self) -> FunctionJob:
         """The run that `fit()` would start."""
@@ -241,7 +241,7 @@ class DataParallelTrainer:
     ) -> T:
         """Restore the trainer of the run at `path`, which was interrupted or failed. Its `fit()`
         resumes from the newest stored checkpoint, in the same directory. Every argument can be
-        overridden, `train_loop_per_worker` and `train_loop_config` too. Datasets must be passed
+        overridden, `train_loop_per_worker`, `train_loop_config` and that checkpoint too. Datasets must be passed
         again, and callbacks are not restored. The settings are pickled, so restore only runs that
         you trust."""
         named = {"train_loop_per_worker": train_loop_per_worker, "train_loop_config": train_loop_config}
@@ -268,13 +268,14 @@ class DataParallelTrainer:
             trainer.run_config = overrides["run_config"].complete_from(_unpickle(past.settings["run_config"]))
         trainer.backend_config = parse_backend(trainer.backend_config)
         trainer._restored_from = text_of(place(path))
+        trainer._overridden = overrides.get("resume_from_checkpoint") is not None
         trainer._check()
         return trainer
 
     def _pack_settings(self) -> dict[str, bytes]:
         """Pickle each attribute, but not those of setup(). Of datasets, store only the names."""
         changed = {"datasets": list(self.datasets), "run_config": self.run_config.to_store()}
-        left_out = {"history", "_set_up", "_restored_from", *self._set_up}
+        left_out = {"history", "_set_up", "_restored_from", "_overridden", *self._set_up}
         return {name: _pickle(value) for name, value in {**vars(self), **changed}.items() if name not in left_out}
 
 
