@@ -22,7 +22,7 @@ NOT_READ = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class ByReference:
     """Content that a commit does not copy, because nothing changes it until the next one."""
 
@@ -41,8 +41,7 @@ class Commit:
 
     def settle(self) -> None:
         """Copy what is kept by reference. Called when the function has ended."""
-        content, reports = self.kept
-        self.kept = mapped(_settle_leaf, content), reports
+        mapped(_settle_leaf, self.kept[0])
 
 
 def elastic(state: Mapping[str, Any]) -> ElasticState:
@@ -155,8 +154,7 @@ class ElasticState:
 
     def _copy_state(self) -> dict[str, Any]:
         saved = {name: part.state_dict() for name, part in self._parts.items()}
-        full: dict[str, Any] = copied({**saved, **self._values})
-        return full
+        return {name: copied(value) for name, value in {**saved, **self._values}.items()}
 
 
 def _broadcast_from_rank_0(content: bytes | None) -> bytes:
@@ -199,14 +197,21 @@ def _unwrap(part: Any) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """Make a copy that training does not change: tensors on the CPU, deep copies of others."""
-    return mapped(_copy_leaf, value)
+    """Make a copy that training does not change: tensors on the CPU, deep copies of others. The
+    classes of containers stay, such as that of a Counter, unless they cannot be copied."""
+    tensors: dict[int, Any] = {}
+
+    def copy_tensor(leaf: Any, *path: Any) -> Any:
+        if hasattr(leaf, "detach") and hasattr(leaf, "cpu") and id(leaf) not in tensors:
+            tensors[id(leaf)] = leaf.detach().to("cpu", copy=True)
+
+    mapped(copy_tensor, value)
+    try:
+        return copy.deepcopy(value, {**tensors})
+    except Exception:
+        return mapped(lambda leaf, *path: tensors[id(leaf)] if id(leaf) in tensors else copy.deepcopy(leaf), value)
 
 
-def _settle_leaf(value: Any, *path: Any) -> Any:
-    return ByReference(copied(value.content)) if isinstance(value, ByReference) else value
-
-
-def _copy_leaf(value: Any, *path: Any) -> Any:
-    is_tensor = hasattr(value, "detach") and hasattr(value, "cpu")
-    return value.detach().to("cpu", copy=True) if is_tensor else copy.deepcopy(value)
+def _settle_leaf(value: Any, *path: Any) -> None:
+    if isinstance(value, ByReference):
+        value.content = copied(value.content)

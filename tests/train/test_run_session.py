@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -491,6 +492,38 @@ def test_restore_discards_uncommitted_changes() -> None:
         return list(state["numbers"])
 
     assert Worker().run(function) == [1, 2]
+
+
+class Uncopied(dict[str, Any]):
+    """A dictionary that cannot be copied or pickled."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("cannot be pickled")
+
+
+def test_a_commit_keeps_the_classes_of_dictionaries() -> None:
+    weights = torch.zeros(1)
+
+    def function(until: int) -> Any:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+        schedules = [torch.optim.lr_scheduler.MultiStepLR(optimizer, [2]) for _ in range(2)]
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, schedules, milestones=[3])
+        own = {"labels": Counter(a=1), "lists": defaultdict(list, a=[weights]), "other": Uncopied(a=weights)}
+        state = train.elastic({**own, "schedule": schedule, "steps": 0})
+        while state["steps"] < until:
+            state["labels"][state["steps"]] += 1
+            state["lists"][state["steps"]].append(1)
+            optimizer.step()
+            schedule.step()
+            state["steps"] += 1
+            state.commit()
+            weights.add_(1)
+        return len(state["labels"]), len(state["lists"]), float(state["lists"]["a"][0]), float(state["other"]["a"])
+
+    worker, again = Worker(), Worker()
+    worker.run(function, 2)
+    again.load(worker.state())
+    assert again.run(function, 4, number=2) == (5, 5, 1.0, 1.0)
 
 
 def test_invalid_arguments_of_elastic_are_refused() -> None:
