@@ -13,6 +13,7 @@ from typing import Any
 from raysgd.core.tree import mapped
 from raysgd.errors import ConfigError
 from raysgd.train.session_functions import OutsideSession, Session, current
+from raysgd.workers.serialization import dumps
 
 logger = logging.getLogger("raysgd")
 
@@ -140,17 +141,19 @@ class ElasticState:
 
     def sync(self) -> None:
         """Give rank 0's state to all ranks, with torch or Horovod, and commit it. After a failure
-        this is not necessary, because the ranks have the same state then."""
-        if self._session.rank_info.world_size > 1:
+        this is not necessary, because the ranks have the same state then. If nothing has changed
+        since the last commit, the function still repeats its reports since then."""
+        several, (before, reports) = self._session.rank_info.world_size > 1, self._commit.kept
+        content = self._copy_state()
+        unchanged = _are_equal(content, before)
+        if several:
             first = self._session.rank_info.world_rank == 0
-            packed = _broadcast_from_rank_0(pickle.dumps(self._copy_state()) if first else None)
-            self._session.ensure_whole()
-            content = pickle.loads(packed)
-            self._commit.kept = content, self._session.note_commit()
+            content, unchanged = pickle.loads(_broadcast_from_rank_0(dumps((content, unchanged)) if first else None))
+        self._session.ensure_whole()
+        self._commit.kept = content, reports if unchanged else self._session.note_commit()
+        if several:
             self.restore()
-        unread, self._unread = self._unread, []
-        self.commit()
-        self._unread = unread
+        self._session.at_boundary()
 
     def _copy_state(self) -> dict[str, Any]:
         saved = {name: part.state_dict() for name, part in self._parts.items()}
@@ -173,6 +176,21 @@ def _broadcast_from_rank_0(content: bytes | None) -> bytes:
         )
     assert box[0] is not None
     return box[0]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two copies of a state are equal. If that cannot be known, they are not."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_are_equal(each, other[key]) for key, each in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    try:
+        equal: Any = getattr(one, "shape", ()) == getattr(other, "shape", ()) and one == other
+        return bool(equal.all() if hasattr(equal, "all") else equal)
+    except Exception:
+        return False
 
 
 def _refuse_hidden(part: Any, *path: Any) -> None:

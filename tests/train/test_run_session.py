@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import CheckpointError, train
 from raysgd.errors import ConfigError
@@ -372,6 +373,32 @@ def test_what_was_reported_after_the_last_commit_is_not_reported_again(replaced:
     again.run(function, 4, number=2, reports=reported)
     assert [metrics["epoch"] for _, metrics, _ in again.messages] == [-1, 1, 2, -1, 3, 4]
     assert [metrics["_training_iteration"] for _, metrics, _ in again.messages] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("every", [False, True], ids=["at the top", "in every epoch"])
+def test_a_sync_that_changes_nothing_leaves_the_reports_to_repeat(every: bool) -> None:
+    def function(until: int) -> None:
+        model = torch.nn.Linear(1, 1)
+        data = DataLoader(TensorDataset(torch.zeros(2)), shuffle=True)
+        loader = train.torch.elastic_data_loader(data)
+        state = train.elastic({"model": model, "loader": loader, "epoch": 0})
+        state.sync()
+        while state["epoch"] < until:
+            if every:
+                state.sync()
+            for _ in loader:
+                with torch.no_grad():
+                    model.weight.add_(1)
+            train.report(epoch=state["epoch"])
+            state["epoch"] += 1
+            if state["epoch"] < until:
+                state.commit()
+
+    first, again = FunctionRank(), FunctionRank()
+    first.run(function, 2)  # ends between a report and its commit
+    again.load(first.state())
+    again.run(function, 4, number=2, reports=2)
+    assert [metrics["epoch"] for _, metrics, _ in first.messages + again.messages] == [0, 1, 2, 3]
 
 
 def test_a_report_after_the_next_commit_is_new() -> None:
