@@ -189,7 +189,8 @@ class FunctionReport(Message):
     """A rank sends this in `train.report` ("report") and `train.save_checkpoint` ("checkpoint").
     Body: the pickled metrics, `metrics_size` bytes, then the checkpoint, if there is one. The
     driver drops those of earlier attempts. The rank continues when it is answered: when all ranks
-    have sent theirs, and what they contain is stored."""
+    have sent theirs, and what they contain is stored. `outside` is whether a later attempt than the
+    first has made it before `train.elastic`."""
 
     kind: Literal["report", "checkpoint"]
     run: int
@@ -197,6 +198,7 @@ class FunctionReport(Message):
     rank: int
     metrics_size: int
     has_checkpoint: bool
+    outside: bool = False
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ class Report:
     kind: Literal["report", "checkpoint"] = "report"
     metrics: dict[str, Any] = field(default_factory=dict)
     checkpoint: bytes | None = None
+    outside: bool = False
 
 
 Round = tuple[Report, ...]
@@ -137,7 +138,7 @@ class FunctionRun:
         # What lets each rank of a round continue. Either thread takes it, and `pop` lets only one have it.
         self._waiting: dict[int, list[Callable[[], None]]] = {}
         self._attempt = 0
-        self.reports = self._closed = 0  # rounds: those with metrics, and all
+        self.reports = self._outside = self._closed = 0  # rounds: those with metrics, which were outside, and all
         self._round = OpenRound(0)
         self._warn_at = math.inf
         self._complete: queue.SimpleQueue[RoundResult | None] = queue.SimpleQueue()
@@ -157,6 +158,7 @@ class FunctionRun:
             run=self.number,
             number=self._attempt,
             reports=self.reports,
+            outside=self._outside,
             metadata=dict(self.job.metadata),
             trial=dict(self.job.trial),
             shards=tuple(shards),
@@ -178,7 +180,7 @@ class FunctionRun:
             if message.kind == "report":
                 metrics = self._backend.decode_data(metrics)
             payload = bytes(memoryview(body)[split:]) if message.has_checkpoint else None
-            complete = self._round.add(Report(message.rank, message.kind, metrics, payload))
+            complete = self._round.add(Report(message.rank, message.kind, metrics, payload, message.outside))
             if complete is not None:
                 self._close_round(complete)
         except Exception as error:
@@ -213,7 +215,7 @@ class FunctionRun:
             number = self.manager.register(payload)
             self._saved()
         if round_[0].kind == "report":
-            self.reports += 1
+            self.reports, self._outside = self.reports + 1, self._outside + round_[0].outside
             rows = [report.metrics for report in round_]
             traces = [row.pop(TRACES, {}) for row in rows]
             result = RoundResult(rows, traces, self.manager.latest_id)

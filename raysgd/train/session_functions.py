@@ -69,6 +69,7 @@ class Attempt:
     workers     how many there should be; None if any number may begin a run
     checkpoint  the newest checkpoint of the run, as bytes
     reports     how many rounds earlier attempts of the run have reported
+    outside     how many of these were made before `train.elastic`, and not in the first attempt
     """
 
     run: int
@@ -76,6 +77,7 @@ class Attempt:
     workers: int | None = None
     checkpoint: bytes | None = None
     reports: int = 0
+    outside: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
     trial: Mapping[str, Any] = field(default_factory=dict)
     shards: tuple[Mapping[str, Any], ...] = ()
@@ -125,7 +127,7 @@ class Session:
         self._encoded = False  # whether `_payload` is this rank's own, which the driver has not decoded
         self._payload = attempt.checkpoint
         self._unpacked: Checkpoint | None = None
-        self._reports = attempt.reports
+        self._reports, self._outside = attempt.reports, attempt.outside
         self._sending = threading.Lock()  # a round has one report of each rank, and the function may have threads
         self._repeated = 0  # reports that follow, and that the driver has from before
         self._began = self._last = time.time()
@@ -147,6 +149,7 @@ class Session:
         except BaseException:
             self._reports -= 1  # a function may catch the error, and report something else
             raise
+        self._outside += self._is_outside
         self._send("report", head, payload)
 
     def ensure_whole(self) -> None:
@@ -156,14 +159,19 @@ class Session:
 
     def repeat_since(self, reports: int) -> None:
         """Note that the function continues from where it had made so many reports. It makes those
-        again that it had made after that, before its next commit, and the driver has them."""
-        self._repeated = max(self.attempt.reports - reports, 0)
+        again that it had made after that, before its next commit, and the driver has them. Those
+        that each attempt makes before `train.elastic` are none of them."""
+        self._repeated = max(self.attempt.reports - self.attempt.outside - reports, 0)
 
     def note_commit(self) -> int:
         """Return how many reports were made, because there is a commit: none is repeated after
         it."""
         self._repeated = 0
-        return self._reports
+        return self._reports - self._outside
+
+    @property
+    def _is_outside(self) -> bool:
+        return self.attempt.number > 1 and not self.is_elastic
 
     def save_checkpoint(self, values: dict[str, Any]) -> None:
         self._send("checkpoint", self._pickle({}), self._pack(Checkpoint.from_dict(values)))
@@ -196,7 +204,13 @@ class Session:
     def _send(self, kind: Literal["report", "checkpoint"], head: bytes, payload: bytes | None) -> None:
         self._check_stop()
         message = FunctionReport(
-            kind, self.attempt.run, self.attempt.number, self.rank_info.world_rank, len(head), payload is not None
+            kind,
+            self.attempt.run,
+            self.attempt.number,
+            self.rank_info.world_rank,
+            len(head),
+            payload is not None,
+            self._is_outside,
         )
         with self._sending:
             self._control.deliver(message, head if payload is None else b"".join((head, payload)))

@@ -7,11 +7,13 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raysgd import train
 from raysgd.callbacks.base import TRACES
 from raysgd.core.messages import FunctionReport
 from raysgd.errors import CheckpointError
@@ -20,6 +22,7 @@ from raysgd.train.checkpoint_manager import CheckpointManager
 from raysgd.train.job import FunctionJob
 from raysgd.train.rounds import FunctionRun
 from tests.faults import until
+from tests.replicas import FunctionRank
 
 
 class Driver:
@@ -73,6 +76,28 @@ def test_a_round_that_is_not_complete_is_reported_again(driver: Driver) -> None:
     driver.report(0, step=0)
     driver.run.close()
     assert rows_of(driver) == [[{"step": 0}]]
+
+
+def test_reports_before_elastic_are_none_of_those_to_repeat(tmp_path: Path) -> None:
+    def function(last: str) -> None:
+        train.report(part="begin")
+        state = train.elastic({"parts": 0})
+        for part in "abc":
+            train.report(part=part)
+            if part == last:
+                return
+        state.commit()
+
+    driver, rank = Driver(tmp_path, ranks=1), FunctionRank()
+    for last in ("a", "a", "b", "c"):  # each ends before the commit
+        rank.messages.clear()
+        rank.run(function, last, **vars(driver.attempt))
+        for message, metrics, _ in rank.messages:
+            body = pickle.dumps(metrics)
+            driver.run.receive(replace(message, metrics_size=len(body)), body)
+        driver.attempt = driver.run.begin_attempt(1)
+    driver.run.close()
+    assert [rows[0]["part"] for rows in rows_of(driver)] == ["begin", "a", "begin", "begin", "b", "begin", "c"]
 
 
 def test_profiler_traces_are_in_no_row(driver: Driver) -> None:
