@@ -299,6 +299,11 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
             )
         place = info.world_size, info.world_rank, state["ranks"]
         windows = Windows(len(sampler), state["batch"], self._per_step, *place, bool(batches.drop_last))
+        if not windows.steps:
+            raise ConfigError(
+                f"each of {windows.first_ranks} workers needs {windows.batch} samples for a step, and there are {windows.samples} in all. "
+                "dataloader_drop_last=True drops them, so no step is left. Use more samples, smaller batches, or dataloader_drop_last=False"
+            )
         self._sampler = PartSampler(windows, sampler, lambda: self._trainer.state.global_step, loader.dataset)
         if self._pending is not None:
             self._sampler.drawn = self._pending["order"].content

@@ -307,6 +307,7 @@ class EndsEpochs(TrainerCallback):  # type: ignore[misc]
             "changes weights in the backward pass",
         ),
         ({}, {"callbacks": [EndsEpochs()]}, "ended an epoch early"),
+        ({"dataloader_drop_last": True, "per_device_train_batch_size": 32}, {}, "so no step is left"),
     ],
 )
 def test_what_cannot_continue_is_refused(
