@@ -23,6 +23,10 @@ NO_LOOP = (
     "%s wants training to stop, but raysgd can stop only a loop over trainer.epochs(n) and fit(n), and not other calls of train(). "
     "Write `for epoch in trainer.epochs(10):`, or end your loop if the callback's wants_stop is True"
 )
+IN_FUNCTION = (
+    "%s wants training to stop, but raysgd cannot stop the loop of a training function, which continues. Let the function end its loop, or "
+    "raise an error in the callback, with stops_training = True in its class"
+)
 
 
 class CallbackList:
@@ -59,12 +63,12 @@ class CallbackList:
         """Which callbacks want the loop over epochs to end."""
         return [bool(callback.wants_stop) for callback in self._all]
 
-    def warn_of_plain_loop(self) -> None:
+    def warn_of_plain_loop(self, line: str = NO_LOOP) -> None:
         """Warn, once, of callbacks that want the loop to end, because no loop over epochs runs."""
         wanting = [type(each).__name__ for each in self._all if each.wants_stop]
         if wanting and not self._warned_of_loop:
             self._warned_of_loop = True
-            logger.warning(NO_LOOP, " and ".join(wanting))
+            logger.warning(line, " and ".join(wanting))
 
     def take_stop(self) -> bool:
         """Whether a callback wants the loop over epochs to end. Each ends only one loop."""
@@ -83,6 +87,8 @@ class CallbackList:
         extra: dict[str, Any] = {}
         self._call("extra_metrics", result, into=extra)
         self._call("on_result", replace(result, metrics={**result.metrics, **extra}))
+        if result.kind == "report":
+            self.warn_of_plain_loop(IN_FUNCTION)
         return {**extra, **self._note_failures()}
 
     def wait(self, what: str) -> None:

@@ -205,6 +205,20 @@ def test_fit_accepts_the_same_callbacks(ray_cluster: None, tmp_path: Path) -> No
     assert [row["loss"] for row in result.history] == [1, 0.5]
 
 
+class Wanting(Callback):
+    def on_result(self, result: CallResult) -> None:
+        self.wants_stop = True
+
+
+def test_a_callback_that_wants_a_function_to_stop_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    callbacks, row = make_callback_list([Wanting()]), {"loss": 1}
+    for step in (1, 2):
+        callbacks.result(
+            CallResult(kind="report", epoch=0, step=step, metrics=row, by_worker=[row], world_size=1, seconds=0.1)
+        )
+    assert ["Wanting wants training to stop, but raysgd cannot" in each for each in caplog.messages] == [True]
+
+
 def test_a_history_is_not_a_list_of_callbacks() -> None:
     with pytest.raises(ValueError, match="must be a list of"):
         make_callback_list(History())
