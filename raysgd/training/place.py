@@ -51,7 +51,7 @@ class Place:
     def resume(self, loop: int, done: int, made: Sequence[Sequence[Any]]) -> None:
         """Continue where an earlier script was."""
         self.loop, self.done = self._resumed = loop, done
-        self._before = [Made(*each) for each in made]
+        self.made = self._before = [Made(*each) for each in made]
 
     def begin_body(self, loop: int, done: int) -> int:
         """Note that a body begins. Return how many rows the history has of it already."""
@@ -82,7 +82,8 @@ class Place:
         return was
 
     def note(self, made: Made) -> None:
-        self.made.append(made)
+        if self.made is not self._before:  # a call before the body is not one of it
+            self.made.append(made)
 
     def note_error(self, call: str, error: BaseException) -> None:
         """Note an error of user code. Those of machines may not come again."""

@@ -116,6 +116,18 @@ def test_a_script_that_dies_in_the_first_call_of_an_epoch_begins_with_that_epoch
     assert begin(again, 1, 1) == 0 and again._place.find_recorded("train()") is None
 
 
+def test_a_call_before_the_loop_does_not_replace_what_the_last_script_has_made_in_it() -> None:
+    first = run({})
+    begin(first, 1, 1)
+    first._place.note(Made("train()", {"of": "the second epoch"}, []))
+    first.commit(ENGINE, History(), [])
+    second = run(first.tenure.record)
+    second._place.note(Made("validate()", {}, []))
+    second.commit(ENGINE, History(), [])
+    third = run(second.tenure.record)
+    assert begin(third, 1, 1) == 1 and third._place.find_recorded("train()") is not None
+
+
 @pytest.mark.parametrize(
     ("name", "orphan_s", "text"),
     [
