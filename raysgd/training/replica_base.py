@@ -160,7 +160,7 @@ class ReplicaBase(ABC):
         may return any object. The driver `compares` the ranks' weights."""
         position, operator, internals = self.position, self.operator, self.internals
         new = position.is_new(call, continues=continues)
-        if new and dataset is None:
+        if new:
             position.resume_epoch()  # an earlier call on a data set of its own may have ended in an error
         done = not position.open_call(call)
         if new and (counts or (position.counted and num_steps is None)):

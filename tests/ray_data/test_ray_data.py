@@ -122,6 +122,27 @@ def test_a_data_set_for_one_call() -> None:
         assert second["num_samples"] == 24 and second["train_loss"] < first["train_loss"]
 
 
+class FailsOnce(Plain):
+    """Its third batch fails, but only once."""
+
+    has_failed = False
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if batch_info["batch_idx"] == 2 and not self.has_failed:
+            self.has_failed = True
+            raise ZeroDivisionError("planned")
+        return super().train_batch(batch, batch_info)
+
+
+def test_a_data_set_after_one_that_failed_begins_with_its_first_row() -> None:
+    data = RayData(table(), batch_size=8, features=["a", "b"], target="y")
+    with TorchTrainer(training_operator_cls=FailsOnce) as trainer:
+        with pytest.raises(Exception, match="planned"):
+            trainer.train(dataset=data)
+        result = trainer.train(dataset=data)
+        assert (result["num_samples"], result["epoch"]) == (64, 2)
+
+
 def test_the_registered_loader_keeps_its_position() -> None:
     """After a call on another data set, and after one that ended in an error."""
     loader = DataLoader(TensorDataset(torch.ones(12, 2), torch.ones(12)), batch_size=4)
