@@ -113,6 +113,7 @@ class EpochLoops:
         self._loop, self._done, self._count = 0, 0, 0
         self._resumed: SavedPlace | None = None
         self._is_inside = False  # whether the body that was running had not ended
+        self._is_attached = False  # whether another script has left it
         self._rows_before: int | None = None  # of the history, when the body of the loop began; None outside of it
         self._calls = 0  # of `train` in this body
         self._begins = False  # whether the next call is the first one of a loop that no checkpoint continues
@@ -141,7 +142,7 @@ class EpochLoops:
 
     def attach(self, loop: int, done: int) -> None:
         """Continue where another script has left this trainer's workers."""
-        self._resumed, self._is_inside = SavedPlace(loop, done, self._step()), True
+        self._resumed, self._is_inside, self._is_attached = SavedPlace(loop, done, self._step()), True, True
 
     def resume(self, load: Callable[[str], None]) -> dict[str, Any] | None:
         """Load the newest checkpoint that is not damaged, if there is any. Return its record."""
@@ -181,11 +182,18 @@ class EpochLoops:
     def refuse_load(self, call: str) -> None:
         """Raise an error for a load that would replace the state with which the trainer has
         resumed."""
-        if self._resumed is not None and self._loop == 0 and self._folder is not None:
+        if self._resumed is None or self._resumed.loop == 0 or self._loop > 0:
+            return
+        if self._is_attached:
             raise ConfigError(
-                f"the trainer has resumed from {self._folder.path(self._resumed)}, and {call} would replace that: call it only "
-                "if trainer.resumed_from is None"
+                f"the trainer has taken over the workers of the last script, and {call} would replace their state: call it only "
+                "if there was none. Write `if not trainer.attached:` before it"
             )
+        assert self._folder is not None
+        raise ConfigError(
+            f"the trainer has resumed from {self._folder.path(self._resumed)}, and {call} would replace that: call it only "
+            "if trainer.resumed_from is None"
+        )
 
     def note_change(self, call: str) -> None:
         """Warn of a change of the state between two loops that an earlier script has made there."""

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import AutoCheckpoint, ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.callbacks import EMA, Callback, EarlyStopping
+from raysgd.errors import ConfigError
 from raysgd.torch import TrainingOperator
 from tests.local.group import Cluster
 from tests.tiers import NIGHTLY
@@ -473,3 +474,26 @@ def test_an_error_that_has_ended_a_script_is_not_raised_again(
                 found.append(state(trainer, script))
     assert found[1][:2] == close(found[0][:2])
     assert [row[:3] for row in found[1][2]] == [("validate", 1, 2), *[row[:3] for row in found[0][2]]]
+
+
+def test_a_load_before_the_loop_would_replace_the_state_that_was_taken_over(tmp_path: Path) -> None:
+    """A script that died before its loop may load again."""
+    script = Script(0)
+    vars(script).update(PLAIN | {"kept": "name"})
+    first = tmp_path / "first.pt"
+    with Cluster() as cluster:
+        cluster.notes.append(Kills())
+        for refused in (False, False, True):
+            with contextlib.suppress(Killed), script.trainer(tmp_path) as trainer:
+                if refused:
+                    with pytest.raises(ConfigError, match=r"load\(\) would replace .* `if not trainer.attached:`"):
+                        trainer.load(first)
+                else:
+                    trainer.load(trainer.save(first))
+                    for _ in trainer.epochs(2 * trainer.attached):
+                        trainer.train()
+                        raise Killed
+                raise Killed
+        with script.trainer(tmp_path) as trainer:
+            steps = [trainer.train()["batch_count"] for _ in trainer.epochs(2)]
+    assert steps == [4, 4]
