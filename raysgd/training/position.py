@@ -67,6 +67,7 @@ class Position:
                    optimizer's step
     loads          how often the user has loaded a state, or changed it with a call that does not
                    train
+    changes        the number of the newest such change in the run, which a load continues
     epoch          epochs of the data that have begun
     counted        epochs for users that have begun, if these are calls with a number of steps
                    (Keras' `steps_per_epoch`)
@@ -91,6 +92,7 @@ class Position:
     step: int = 0
     applied: int = 0
     loads: int = 0
+    changes: int = 0
     epoch: int = 0
     counted: int = 0
     offset: int = 0

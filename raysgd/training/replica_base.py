@@ -125,12 +125,14 @@ class ReplicaBase(ABC):
 
     def _make_change(self, call: Call) -> Any:
         """Make the user's change of the state, unless that has it. Return what it returns."""
-        if call.change <= self.position.loads:
+        position = self.position
+        if call.change <= position.loads:
             return None
+        number = position.changes + call.change - position.loads
         if (places := self.places(call.name)) is not None:
-            places.enter(epoch=call.change)
+            places.enter(epoch=number)
         value = call.method(self, **call.arguments)
-        self.position.loads = call.change
+        position.loads, position.changes = call.change, number
         return value
 
     # -- training -------------------------------------------------------------------------------------

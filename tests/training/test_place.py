@@ -84,6 +84,29 @@ def test_a_call_whose_values_json_lacks_is_not_made_again_either(
         assert trainer.apply_all_operators(halve) == [pytest.approx(0.02 / 4 * 0.7)]
 
 
+def shake(operator: Any) -> None:
+    with torch.no_grad():
+        operator.model[0].weight += torch.rand(()) / 10
+
+
+def shaking(trainer: TorchTrainer) -> None:
+    for _ in trainer.epochs(EPOCHS):
+        trainer.train()
+        trainer.apply_all_operators(shake)
+
+
+@pytest.mark.parametrize("every", [2, "epoch"])
+def test_changes_draw_the_numbers_of_an_undisturbed_run(tmp_path: Path, every: Any) -> None:
+    with inline(Noisy, scheduler_step_freq="epoch", seed=3) as trainer:
+        shaking(trainer)
+        expected = weights(trainer).tolist()
+    for die_at in (2 * STEPS + 3, 3 * STEPS + 1):
+        lived_until(tmp_path, shaking, {"die_at": die_at}, every=every)
+    with started(tmp_path, every=every) as trainer:
+        shaking(trainer)
+        assert weights(trainer).tolist() == expected
+
+
 class Scores(Noisy):
     """Its validations measure `score`, which is best at first."""
 
