@@ -129,7 +129,8 @@ class CheckpointFolder:
                 self._unrecorded |= dict.fromkeys(files, str(error))
                 continue
             if len(files) == 2:
-                self._note(place, record["score"], finite=record.get("finite", True))
+                is_other = self.settings.best not in (None, record.get("best", self.settings.best))
+                self._note(place, None if is_other else record["score"], finite=record.get("finite", True))
 
     def _note(self, place: SavedPlace, score: float | None, *, finite: bool) -> None:
         if not finite:
@@ -257,7 +258,7 @@ class CheckpointFolder:
         self._keep_unrecorded(place)
         path = locations.text_of(self._file(place))
         finish = start(path)
-        record = {"score": score, **self._rows.add(rows), **run}
+        record = {"score": score, "best": self.settings.best, **self._rows.add(rows), **run}
 
         def complete() -> None:
             try:

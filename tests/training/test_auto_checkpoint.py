@@ -222,6 +222,21 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
         assert trainer.best_checkpoint == str(tmp_path / f"{names[2]}.pt"), "scores are read from the folder"
 
 
+def test_scores_of_another_metric_are_not_compared(tmp_path: Path) -> None:
+    class Scored(Noisy):
+        def validate(self, val_iterator: Any, info: Any = None) -> dict[str, Any]:
+            return {
+                **super().validate(val_iterator, info),
+                "low": float(self.global_step),
+                "high": 1e3 + self.global_step,
+            }
+
+    for epochs, best in ((2, "low"), (4, "high")):
+        with started(tmp_path, operator=Scored, settings={"keep": 1, "best": best}) as trainer:
+            trainer.fit(epochs)
+            assert Path(trainer.best_checkpoint or "").name.startswith(f"loop1-epoch0000{epochs - 1}")
+
+
 def test_a_better_score_is_saved_although_no_save_is_due(tmp_path: Path) -> None:
     with started(tmp_path, every=1000, settings={"best": "val_loss", "keep": 1}) as trainer:
         history = trainer.fit(3)
