@@ -66,8 +66,7 @@ class Membership:
         """Whether to stop at a boundary. Asked often in a call, after `look_for_leavers`."""
         if not self._table.group.elastic:
             return False
-        if self._elastic.grow is True:
-            self._replacements.look(self.missing)
+        self.start_replacements()
         return self._must_change(joins=self._elastic.grow is True and self._replacements.should_join(self.missing))
 
     def start_replacements(self) -> None:

@@ -310,7 +310,8 @@ def test_growth_only_between_calls(make: Make) -> None:
     ground.arm(Fault(1, 3))
     epochs(ground)
     assert reasons(ground) == ["worker death", "growth"] and ground.trainer.world_size == 3
-    assert ground.trainer.recoveries[1].batch == 30, "the last one of an epoch of two workers"
+    joined = ground.trainer.recoveries[1]
+    assert (joined.epoch, joined.batch) == (1, 29), "the last one of the epoch with the failure"
 
 
 def test_without_growth_no_replacement_is_started(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
