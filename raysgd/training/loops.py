@@ -195,6 +195,10 @@ class EpochLoops:
             "if trainer.resumed_from is None"
         )
 
+    def note_load(self) -> None:
+        """Count the batches to the next checkpoint from a loaded state on."""
+        self._schedule.step = self._step()
+
     def note_change(self, call: str) -> None:
         """Warn of a change of the state between two loops that an earlier script has made there."""
         saved = self._resumed

@@ -365,6 +365,7 @@ class TrainerBase(ABC):
 
         def make() -> tuple[()]:
             load()
+            self._loops.note_load()
             return ()
 
         self._calls.change(name, self._engine, make)

@@ -245,6 +245,19 @@ def test_a_better_score_is_saved_although_no_save_is_due(tmp_path: Path) -> None
         assert json.loads(Path(trainer.best_checkpoint).with_suffix(".json").read_text())["score"] == best[0]
 
 
+@pytest.mark.parametrize("at", [2, 3])
+def test_they_are_due_again_from_a_loaded_state_on(tmp_path: Path, at: int) -> None:
+    with started(tmp_path / "run", every=STEPS, settings={"keep": None}) as trainer:
+        first = trainer.save(tmp_path / "first.pt")
+        for epoch in trainer.epochs(4):
+            if epoch == at:
+                trainer.load(first)
+            trainer.train()
+    ends = [epoch if epoch < at else epoch - at + 1 for epoch in range(1, 5)]
+    found = [path.stem for path in sorted((tmp_path / "run").glob("*.pt"))]
+    assert found == [f"loop1-epoch{epoch:05}-step{end * STEPS:09}" for epoch, end in enumerate(ends, 1)]
+
+
 @pytest.mark.parametrize("damage", ["flipped", "no record", "damaged record", "missing"])
 def test_a_damaged_or_incomplete_checkpoint_is_never_taken(
     undisturbed: tuple[torch.Tensor, list[Any]], tmp_path: Path, damage: str
