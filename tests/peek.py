@@ -50,6 +50,11 @@ def leave_no_checkpoint_out(trainer: Any) -> None:
     folder.is_saving = is_saving
 
 
+def saves_within_again(trainer: Any) -> bool:
+    """Return whether the newest call of train, if it is made again now, makes automatic checkpoints between its batches."""
+    return "asks" in trainer._loops.begin_part(trainer._loops.call)
+
+
 def forget_checkpoint(trainer: Any) -> None:
     """Let the newest automatic checkpoint count as one that was never completed."""
     trainer._folder.forget(trainer._folder.latest)

@@ -331,6 +331,11 @@ class EpochLoops:
         begins, self._begins = self._begins and inside, False
         return {"epochs": self.epochs, "continues": continues, "begins": begins}
 
+    def end_call(self) -> None:
+        """Note that a call of `train` has ended, as the records of checkpoints say from now on:
+        they would be wrong within it, if it is made again."""
+        self._saves_within = False
+
     @property
     def call(self) -> tuple[int, int, int]:
         """A key of the newest call of `train`."""

@@ -18,7 +18,7 @@ from raysgd.core.progress import Progress
 from raysgd.training.auto_checkpoint import measured_in, numbers_of
 from raysgd.training.within_call import Contents, Schedule, WithinCall
 from raysgd.training.writing import Asking, Question, Reply
-from tests.peek import delay_saves, finish_saves, leave_no_checkpoint_out
+from tests.peek import delay_saves, finish_saves, leave_no_checkpoint_out, saves_within_again
 from tests.torch.small import Line, inline, weights
 
 STEPS = 6
@@ -216,6 +216,18 @@ def test_a_checkpoint_is_that_of_its_batch(tmp_path: Path, every: Any) -> None:
     with inline(Losing, seed=3) as other:
         other.load(tmp_path / f"loop1-{first}.pt")
         assert torch.equal(weights(other), seen[step])
+
+
+def test_a_call_that_has_returned_makes_none_when_it_is_made_again(tmp_path: Path) -> None:
+    """Their record would say that it has returned, and a resumed script would not train the rest of it."""
+    with trainer_of(tmp_path, config={"raise_at": STEPS + 2}, every=2) as trainer:
+        for _ in trainer.epochs(1):
+            trainer.train()
+            assert not saves_within_again(trainer)
+        for _ in trainer.epochs(1):
+            with pytest.raises(ZeroDivisionError):
+                trainer.train()
+            assert not saves_within_again(trainer)
 
 
 def test_an_error_of_the_storage_ends_the_call(tmp_path: Path) -> None:
