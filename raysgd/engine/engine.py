@@ -120,7 +120,7 @@ class Engine:
         self._comparison = Comparison(elastic)
         self._keeps_snapshots = elastic.snapshot_every is not None
         self.active, self._ended, self._reached = True, False, Progress()
-        self._shutdown: Callable[[], Callable[[], None] | None] = lambda: None
+        self._shutdown: Callable[[], Callable[..., None] | None] = lambda: None
         self._call_lock = CallLock()
         self._calls, self._named = 0, term > 0
         self.trained = 0  # the number of the newest call that trains and has ended
@@ -208,14 +208,14 @@ class Engine:
             sizes = {engine: counted(size, "worker") for engine, size in others.items()}
             raise held_error(room, self._least, sizes)
 
-    def belong_to(self, shutdown: Callable[[], None]) -> None:
-        """Let `shutdown_all` call this method of a trainer, as long as that lives, and not
+    def belong_to(self, shutdown: Callable[..., None]) -> None:
+        """Let `end_trainer` call this method of a trainer, as long as that lives, and not
         `stop`."""
         self._shutdown = weakref.WeakMethod(shutdown)
 
-    def end_trainer(self) -> None:
+    def end_trainer(self, *, force: bool = False) -> None:
         """End the trainer that the workers belong to."""
-        (self._shutdown() or self.stop)()
+        (self._shutdown() or self.stop)(force=force)
 
     def stop(self, *, force: bool = False, leave: bool = False) -> None:
         """End every worker. If Ctrl-C interrupted an earlier call of `stop`, finish what it began.

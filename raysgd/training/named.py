@@ -181,6 +181,7 @@ def new_tenure(name: str, orphan_s: float) -> Tenure:
     for engine in list(Engine.living):
         if getattr(engine.group, "trainer", None) == name:
             engine.stop(force=True, leave=True)
+            engine.end_trainer(force=True)  # its callbacks, and its hold on the folder of checkpoints
     return Tenure(name, orphan_s)
 
 

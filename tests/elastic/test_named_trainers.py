@@ -542,19 +542,31 @@ def test_a_script_that_has_lost_its_trainer_keeps_no_worker_until_its_next_call(
 
 
 TWICE = """
+from raysgd import AutoCheckpoint
+
+class Ends(Callback):
+    count = 0
+
+    def on_end(self, *args, **kwargs):
+        Ends.count += 1
+
 def make():
-    return TorchTrainer(training_operator_cls=Line, num_workers=2, use_gpu=False, name="twice", orphan_s=600)
+    kept = dict(name="twice", orphan_s=600, checkpoints=AutoCheckpoint(path="run"), resume="auto")
+    return TorchTrainer(training_operator_cls=Line, num_workers=2, use_gpu=False, callbacks=[Ends()], **kept)
 
 old = make()
-old.train(num_steps=10)
+for _ in old.epochs(1):
+    old.train(num_steps=10)
+    break
 trainer = make()
 for _ in trainer.epochs(1):
     trainer.train()
 weight = trainer.get_model().weight.item()
 try:
-    old.train()
+    old.validate()
 except RuntimeError as error:
-    print(json.dumps([trainer.attached, weight, type(error).__name__, trainer.history.rows[-1]["step"]]))
+    found = [type(error).__name__, Ends.count]
+    print(json.dumps([trainer.attached, weight, *found, trainer.history.rows[-1]["step"]]))
 trainer.shutdown()
 """
 
@@ -569,7 +581,8 @@ def twice(background: Background) -> list[Any]:
 @pytest.mark.more
 @pytest.mark.script(run=twice)
 def test_a_cell_that_creates_the_trainer_can_be_run_again_in_the_same_kernel(outcome: Any) -> None:
-    assert outcome() == [True, pytest.approx(undisturbed(16, epochs=1)[0], abs=1e-6), "NotActiveError", 30]
+    """The first trainer ends whole: its callbacks have had their last call, and its folder is free."""
+    assert outcome() == [True, pytest.approx(undisturbed(16, epochs=1)[0], abs=1e-6), "NotActiveError", 1, 30]
 
 
 NOTEBOOK = """
