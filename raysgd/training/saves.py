@@ -264,11 +264,12 @@ class Saves:
         blocking: bool,
         stall_s: float = 0.0,
     ) -> str | SaveHandle:
-        """Let the workers write a draft with `method`. In the background, this many of them
-        report."""
+        """Let the workers write a draft with `method`, after earlier saves to the same place. In
+        the background, this many of them report."""
         check_flags(blocking=blocking)
         stall_s = stall_s or max(self._engine.limits.hang_s, STALL_AT_LEAST_S)
         save = _Save(draft, self._engine.group.transfer, stall_s, self._on_saved)
+        concurrent.futures.wait([each.done for each in self._running if each.draft.where == draft.where])
         job = Job(
             Call(method),
             prepare=lambda: save.begin(writers(), later=not blocking),

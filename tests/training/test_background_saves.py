@@ -143,6 +143,19 @@ def test_save_returns_before_the_file_exists_and_shutdown_waits_for_it(tmp_path:
         assert torch.equal(weights(other), saved)
 
 
+def test_the_newest_save_to_a_path_stays(tmp_path: Path) -> None:
+    with inline(Extra, config={}) as trainer:
+        trainer.apply_all_operators(lambda operator: operator.config.update(slow=(0.5, False)))
+        earlier = trainer.save(tmp_path / "x.pt", blocking=False)
+        trainer.apply_all_operators(lambda operator: operator.config.clear())
+        trainer.train()
+        newest = weights(trainer)
+        trainer.save(tmp_path / "x.pt")
+        earlier.result(60)
+        trainer.load(tmp_path / "x.pt", trusted=True)
+        assert torch.equal(weights(trainer), newest)
+
+
 def test_each_failed_save_is_reported(tmp_path: Path) -> None:
     gate = threading.Event()  # closed until both saves run: otherwise the second save would raise the first one's error
     with inline(Extra, config={"slow": (gate, True)}) as trainer:
