@@ -29,8 +29,8 @@ from raysgd.training.step import Drawn
 
 
 class Passes:
-    """Reads a pass over data for each epoch, with one iterator over any number of calls: another one
-    could have another order. `begun` is called before each pass."""
+    """Reads a pass over data for each epoch, with one iterator over any number of calls: another
+    one could have another order. `begun` is called before each pass."""
 
     def __init__(self, data: Any, begun: Callable[[], None]) -> None:
         self._data, self._begun = data, begun

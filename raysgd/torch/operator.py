@@ -187,14 +187,11 @@ class TrainingOperator(Scheduling):
         options, measures, shares = settings.options, settings.measures, settings.elastic.shares
         accumulates, clips = options.accumulate > 1, options.clip_norm is not None or options.clip_value is not None
         exact, in_parts = self._exact, settings.adds_parts and settings.elastic.batch == "auto"
-        own = self._overrides("train_epoch", "train_batch", "backward", "step", "skip_step")
+        own = self._overrides("train_epoch", "train_batch", "backward", "step", "skip_step", "on_step")
         moves, on_cpu = bool(self._overrides("train_epoch", "train_batch")), self.device.type == "cpu"
         # Whether code besides an optimizer may set its rate.
         sets = bool(own or self._overrides("zero_grad") or self._has_metrics or parts.schedulers)
-        reads_later = own or self._overrides("on_step")  # which may change the data
-        alone = (
-            accumulates or reads_later or "seconds" in measures or not options.read_ahead or options.on_oom is not None
-        )
+        alone = accumulates or own or "seconds" in measures or not options.read_ahead or options.on_oom is not None
         wanted: list[tuple[bool, Any]] = [
             (not on_cpu and not alone, ReadAfterLaunch(parts, self.timers)),
             (settings.adds_parts, internals.buffers),  # whose sending the next one looks at

@@ -13,7 +13,6 @@ from typing import Any
 from raysgd.core.tree import mapped
 from raysgd.errors import ConfigError
 from raysgd.train.session_functions import OutsideSession, Session, current
-from raysgd.workers.serialization import dumps
 
 logger = logging.getLogger("raysgd")
 
@@ -148,7 +147,7 @@ class ElasticState:
         unchanged = _are_equal(content, before)
         if several:
             first = self._session.rank_info.world_rank == 0
-            content, unchanged = pickle.loads(_broadcast_from_rank_0(dumps((content, unchanged)) if first else None))
+            content, unchanged = pickle.loads(_broadcast_from_rank_0(_pack((content, unchanged)) if first else None))
         self._session.ensure_whole()
         self._commit.kept = content, reports if unchanged else self._session.note_commit()
         if several:
@@ -158,6 +157,14 @@ class ElasticState:
     def _copy_state(self) -> dict[str, Any]:
         saved = {name: part.state_dict() for name, part in self._parts.items()}
         return {name: copied(value) for name, value in {**saved, **self._values}.items()}
+
+
+def _pack(content: Any) -> bytes:
+    """Pickle a state; with plain containers, if those of the script's own classes cannot be."""
+    try:
+        return pickle.dumps(content)
+    except Exception:
+        return pickle.dumps(mapped(lambda leaf, *path: leaf, content))
 
 
 def _broadcast_from_rank_0(content: bytes | None) -> bytes:

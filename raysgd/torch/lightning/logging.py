@@ -34,8 +34,8 @@ class LoggedValues:
         self._rank = 0
 
     def begin_call(self, rank: int, *, new: bool) -> None:
-        """Begin a call, or the rest of one. If it is `new`, what is logged already is of a call that
-        did not come to its end."""
+        """Begin a call, or the rest of one. If it is `new`, what is logged already is of a call
+        that did not come to its end."""
         self._rank, self._outside_batches, self._batch = rank, {}, None
         if new:
             self._reset()

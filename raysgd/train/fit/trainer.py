@@ -241,9 +241,9 @@ class DataParallelTrainer:
     ) -> T:
         """Restore the trainer of the run at `path`, which was interrupted or failed. Its `fit()`
         resumes from the newest stored checkpoint, in the same directory. Every argument can be
-        overridden, `train_loop_per_worker`, `train_loop_config` and that checkpoint too. Datasets must be passed
-        again, and callbacks are not restored. The settings are pickled, so restore only runs that
-        you trust."""
+        overridden, `train_loop_per_worker`, `train_loop_config` and that checkpoint too. Datasets
+        must be passed again, and callbacks are not restored. The settings are pickled, so restore
+        only runs that you trust."""
         named = {"train_loop_per_worker": train_loop_per_worker, "train_loop_config": train_loop_config}
         overrides |= {name: value for name, value in named.items() if value is not None}
         past = StoredRun.read(place(path))
