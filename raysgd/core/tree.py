@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +12,11 @@ def mapped(change: Callable[..., Any], value: Any, *path: Any) -> Any:
     keys and places that lead to it.
 
     The attributes of an OrderedDict stay: torch keeps the versions of modules in one of a model's
-    state."""
+    state. A Counter stays one, which some schedulers of torch have in theirs."""
     if isinstance(value, dict):
-        made: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
-        made.update((key, mapped(change, each, *path, key)) for key, each in value.items())
+        made: dict[Any, Any] = next((kind for kind in (OrderedDict, Counter) if isinstance(value, kind)), dict)()
+        for key, each in value.items():
+            made[key] = mapped(change, each, *path, key)
         if isinstance(value, OrderedDict):
             vars(made).update(vars(value))
         return made

@@ -19,7 +19,7 @@ import math
 import pickle
 import sys
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ PLAIN_KINDS = "biufcSUmM"
 PLAIN = (type(None), bool, int, float, str)
 Dumps = Callable[[Any], bytes]
 PATH = type(Path())
+DICTIONARIES: dict[str, Any] = {"ordered": OrderedDict, "counter": Counter}  # torch's schedulers have counters
 
 
 class NeedsTrustError(CheckpointError):
@@ -185,15 +186,15 @@ class _Encoder:
             return {"#": "tuple", "items": self.encoded(list(value), place, depth)}
         if kind in (set, frozenset):
             return {"#": kind.__name__, "items": self.encoded(list(value), place, depth)}
-        if kind in (dict, OrderedDict) or (isinstance(value, Mapping) and not self._pickles):
+        if kind in (dict, *DICTIONARIES.values()) or (isinstance(value, Mapping) and not self._pickles):
             pairs = [
                 [self.encoded(key, f"{place}, in a key", depth), self.encoded(each, f"{place}[{key!r:.60}]", depth)]
                 for key, each in value.items()
             ]
-            ordered = kind is OrderedDict
-            made = {"#": "ordered" if ordered else "dict", "items": pairs}
+            made = {"#": next((name for name, each in DICTIONARIES.items() if kind is each), "dict"), "items": pairs}
             # torch keeps the versions of modules in an attribute of a model's state.
-            return {**made, "with": self.encoded(vars(value), place, depth)} if ordered and vars(value) else made
+            has_more = kind is OrderedDict and vars(value)
+            return {**made, "with": self.encoded(vars(value), place, depth)} if has_more else made
         return None
 
     def _leaf(self, value: Any, kind: type) -> Any:
@@ -311,7 +312,7 @@ class _Decoder:
         if not isinstance(value, dict):
             return value
         kind = value["#"]
-        if kind in ("dict", "ordered"):
+        if kind == "dict" or kind in DICTIONARIES:
             return self._dictionary(value, kind, depth)
         if kind in ("tuple", "set", "frozenset"):
             if not isinstance(value["items"], list):
@@ -338,7 +339,7 @@ class _Decoder:
         return self._arrays[at]
 
     def _dictionary(self, value: dict[str, Any], kind: str, depth: int) -> Any:
-        found: Any = OrderedDict() if kind == "ordered" else {}
+        found: Any = DICTIONARIES.get(kind, dict)()
         for key, each in value["items"]:
             key = self.decoded(key, depth + 1)
             if key in found:

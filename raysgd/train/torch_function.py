@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,7 +63,8 @@ def to_cpu(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu() if value.is_cuda else value
     if isinstance(value, dict):
-        return with_module_versions({key: to_cpu(each) for key, each in value.items()}, value)
+        moved = {key: to_cpu(each) for key, each in value.items()}
+        return Counter(moved) if type(value) is Counter else with_module_versions(moved, value)
     if type(value) in (list, tuple):
         return type(value)(to_cpu(each) for each in value)
     return value

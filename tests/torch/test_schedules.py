@@ -4,6 +4,7 @@ One that the trainer steps and that is too short only because fewer workers trai
 last learning rate. Others raise their error.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     LambdaLR,
     LinearLR,
+    MultiStepLR,
     OneCycleLR,
     PolynomialLR,
     SequentialLR,
@@ -160,6 +162,23 @@ def test_a_checkpoint_knows_the_number_of_workers() -> None:
     assert resumed(more, replica_of(1, 1, **COUNTED)) == EPOCHS * STEPS
     with pytest.raises(ValueError, match="Tried to step"):
         resumed(more, replica_of(2, 2, freq="manual", often=3))
+
+
+def steps_after_a_warm_up(optimizer: Any, steps: int) -> Any:
+    return SequentialLR(optimizer, [LinearLR(optimizer, total_iters=2), MultiStepLR(optimizer, [1, 3])], milestones=[2])
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_steps_after_a_warm_up_follow_a_load(blocking: bool, tmp_path: Path) -> None:
+    """`MultiStepLR` keeps its milestones in a Counter, which it needs when it begins."""
+    config = {"kind": steps_after_a_warm_up}
+    with inline(Planned, config=config, scheduler_step_freq="epoch") as trainer:
+        trainer.train()
+        saved = trainer.save(tmp_path / "first.pt", blocking=blocking)
+    with inline(Planned, config=config, scheduler_step_freq="epoch") as trainer:
+        trainer.load(saved if blocking else saved.result())
+        rates = [(trainer.train(), operator_of(trainer).optimizer.param_groups[0]["lr"])[1] for _ in range(4)]
+    assert rates == pytest.approx([0.1, 0.01, 0.01, 0.001])
 
 
 @pytest.mark.parametrize("kind", [one_cycle, cosine])

@@ -157,6 +157,8 @@ class Custom:
 
 def test_plain_values_need_no_trust(tmp_path: Path) -> None:
     numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+    from raysgd.train import torch_function
+
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
@@ -164,6 +166,7 @@ def test_plain_values_need_no_trust(tmp_path: Path) -> None:
     content = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
+        "schedule": torch_function.to_cpu(torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1, 3]).state_dict()),
         "parameter": torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)),
         "types": [torch.float16, torch.device("cpu"), torch.Size([1]), numpy.dtype("int8")],
         "numpy": [numpy.arange(3), numpy.float32(1.5), numpy.array(["x"])],
@@ -182,6 +185,8 @@ def test_plain_values_need_no_trust(tmp_path: Path) -> None:
         uri = Checkpoint.from_dict(content).to_uri(tmp_path / "saved", dumps=dumps)
         found = Checkpoint(uri).to_dict()
         assert type(found["model"]) is collections.OrderedDict
+        milestones = found["schedule"]["milestones"]
+        assert type(milestones) is collections.Counter and milestones == {1: 2, 3: 1}
         for name, value in content["model"].items():
             assert torch.equal(found["model"][name], value)
         assert torch.equal(found["optimizer"]["state"][0]["exp_avg"], content["optimizer"]["state"][0]["exp_avg"])
@@ -257,7 +262,7 @@ def test_simple_numpy_types_are_read() -> None:
 
 OWN: dict[str, Any] = {
     "own": Custom(),
-    "counter": collections.Counter("aab"),
+    "default": collections.defaultdict(list, a=[1]),
     "decimal": Decimal("1.5"),
     "date and zone": datetime.datetime(2020, 1, 1, tzinfo=zoneinfo.ZoneInfo("UTC")),
 }
