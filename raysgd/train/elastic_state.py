@@ -80,7 +80,7 @@ class ElasticState:
         session.is_elastic = True
         self._parts = {name: _unwrap(part) for name, part in parts.items() if _has_state_dict(part)}
         self._values = {name: part for name, part in parts.items() if not _has_state_dict(part)}
-        mapped(_refuse_hidden, self._values)
+        mapped(_refuse_value, self._values)
         content, reports = self._commit.kept
         self._unread: list[str] = []  # counters that were restored, until one is read
         if content is not None:
@@ -200,11 +200,16 @@ def _are_equal(one: Any, other: Any) -> bool:
         return False
 
 
-def _refuse_hidden(part: Any, *path: Any) -> None:
+def _refuse_value(part: Any, *path: Any) -> None:
     if _has_state_dict(part):
         raise ConfigError(
             f"train.elastic got a {type(part).__name__} inside of {path[0]!r}. It would restore a copy there, and not the object that "
             "the function uses. Pass each object under a name of its own"
+        )
+    if hasattr(part, "dataset") and hasattr(part, "__iter__"):
+        raise ConfigError(
+            f"train.elastic got a {type(part).__name__}, which has no position to commit. After a failure, its epoch would begin again. "
+            "Pass the loader that train.torch.elastic_data_loader(loader) returns"
         )
 
 

@@ -181,9 +181,9 @@ class Session:
             raise ConfigError(
                 f"this function has called train.once() twice with the name {name!r}: pass different ones"
             )
-        self._asked.add(name)
         if name not in self._objects:
             self._objects[name] = make()
+        self._asked.add(name)
         return self._objects[name]
 
     def set_precision(self, precision: Any) -> None:

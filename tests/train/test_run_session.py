@@ -4,6 +4,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -456,6 +457,15 @@ def test_content_by_reference_is_copied_when_the_function_ends() -> None:
     assert loaded == [[1, 1], [1, 1]]
 
 
+def makes_at_the_second_try() -> Any:
+    def fail() -> None:
+        raise OSError("the network drive was away")
+
+    with suppress(OSError):
+        train.once(fail, "tried")
+    return train.once(lambda: "made", "tried")
+
+
 def test_an_object_is_made_once_for_all_attempts_of_a_run() -> None:
     made: list[str] = []
 
@@ -473,6 +483,7 @@ def test_an_object_is_made_once_for_all_attempts_of_a_run() -> None:
     assert made == ["load", "other"] * 2
     with pytest.raises(ValueError, match="twice with the name 'one'"):
         worker.run(lambda: [train.once(lambda: 1, "one") for _ in range(2)])
+    assert worker.run(makes_at_the_second_try) == "made"
     with pytest.raises(ValueError, match="takes a function"):
         worker.run(lambda: train.once(5))  # type: ignore[arg-type]
 

@@ -237,6 +237,16 @@ def test_a_model_within_a_container_is_refused(hidden: Any) -> None:
         in_function(lambda: train.elastic({"models": hidden, "epoch": 0}))
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_loader_without_a_position_is_refused(prepared: bool) -> None:
+    def function() -> None:
+        loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
+        train.elastic({"loader": train.torch.prepare_data_loader(loader) if prepared else loader, "epoch": 0})
+
+    with pytest.raises(ConfigError, match=r"which has no position to commit.*elastic_data_loader"):
+        in_function(function)
+
+
 WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "DDP": DistributedDataParallel,
     "a subclass of DDP": OwnWrapper,
