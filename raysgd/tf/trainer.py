@@ -195,7 +195,10 @@ class TFTrainer(TrainerBase):
         for _ in range(self._fit.get("epochs", 1) if num_steps is None else 1):
             counts = num_steps is None and steps is not None
             job = self._train_job(steps, profile, info, max_retries, counts=counts, reduced=reduce_results)
-            result, each = self._run_train(job)
+            try:
+                result, each = self._calls.measure(self._engine, "train", job)
+            finally:
+                self._loops.end_call()
             if self._calls.stop:
                 break
         if num_steps is None and "epochs" in self._fit:

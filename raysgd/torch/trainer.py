@@ -204,7 +204,10 @@ class TorchTrainer(TrainerBase):
             logger.warning(CHANGED_COPY)
         data = self._packed(setup.opened(dataset, self._engine.group, named=self._calls.named is not None))
         job = self._train_job(num_steps, profile, info, max_retries, dataset=data, reduced=reduce_results)
-        result, each = self._run_train(job)
+        try:
+            result, each = self._calls.measure(self._engine, "train", job)
+        finally:
+            self._loops.end_call()
         return result if reduce_results else each
 
     @exclusive

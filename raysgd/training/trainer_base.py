@@ -269,12 +269,6 @@ class TrainerBase(ABC):
             compare=Call(ReplicaBase.summarize) if compares else None,
         )
 
-    def _run_train(self, job: Job) -> tuple[dict[str, Any], list[Any]]:
-        try:
-            return self._calls.measure(self._engine, "train", job)
-        finally:
-            self._loops.end_call()
-
     @exclusive
     def validate(
         self,

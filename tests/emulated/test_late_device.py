@@ -19,7 +19,7 @@ TABLE: dict[str, tuple[float, dict[str, float]]] = {
     "fp16": (5, {"item in torch/precision.py step": 1}),  # torch's scaler waits, too
     "clip_norm": (1, {}),
     "on_nonfinite": (8, {"item in torch/skipped_steps.py _are_finite": 1}),
-    "accumulate": (6.75, {}),  # the others are for what its batch counts in the window
+    "accumulate": (7.5, {}),  # the others are for what its batch counts in the window, and a copy of its metrics
     "LearningRateMonitor": (1, {}),
     "GradientNormMonitor": (5, {}),
     "EMA": (2, {}),
