@@ -225,10 +225,10 @@ class AverageMeterCollection:
         return [each.item() for each in waiting]
 
 
-def kept(value: Any) -> Any:
+def copy_metric(value: Any) -> Any:
     """A metric as it is now: the next batch may write to the memory of a tensor."""
     if type(value) is tuple:
-        return tuple(map(kept, value))
+        return tuple(map(copy_metric, value))
     if not _is_tensor(value):
         return value
     copied = value.detach().clone()

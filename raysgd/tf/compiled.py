@@ -21,7 +21,7 @@ from raysgd.errors import ConfigError, shown
 from raysgd.tf.data import are_arrays
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.own_steps import average_applied, further_optimizers, own_step, refuse_unbuilt
-from raysgd.tf.parts import as_tensor, kept, one_row, refuse_sum, rows_in, running_statistics
+from raysgd.tf.parts import as_tensor, keep_values, one_row, refuse_sum, rows_in, running_statistics
 
 EVALUATE, FIT = "evaluate_config", "fit_config"
 logger = logging.getLogger("raysgd")
@@ -159,7 +159,9 @@ class CompiledOperator(TrainingOperator):
         self._fit_callbacks.on_train_batch_begin(place)
         with self.timers.record("step"):
             if own is None:
-                with kept([] if self._counts else self.model.metrics_variables):  # Keras has one for each output's loss
+                with keep_values(
+                    [] if self._counts else self.model.metrics_variables
+                ):  # Keras has one for each output's loss
                     loss = self._train_graph(x, y, weight, self._counts)
             else:
                 logs = own((x, y, weight) if self._class_weight() else batch, rows_in(x), counts=self._counts)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from raysgd.errors import ConfigError
 from raysgd.tf.channel import Channel
-from raysgd.tf.parts import graph_function, kept
+from raysgd.tf.parts import graph_function, keep_values
 from raysgd.tf.results import metric_results
 
 
@@ -39,7 +39,7 @@ class OwnStep:
 
     def __call__(self, batch: Any, rows: int, *, counts: bool) -> dict[str, Any]:
         """Run the step, and return its numbers. Without `counts`, metrics do not change."""
-        with kept([] if counts else self._model.metrics_variables):
+        with keep_values([] if counts else self._model.metrics_variables):
             logs = {name: float(value) for name, value in _numbers(self._run(batch), self._step).items()}
         self.names, self._weight = sorted(logs), float(rows if counts else 0)
         if counts:

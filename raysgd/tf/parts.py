@@ -65,11 +65,13 @@ def assign(variables: Sequence[Any], arrays: Sequence[Any]) -> None:
 
 
 @contextmanager
-def kept(variables: Sequence[Any]) -> Iterator[None]:
+def keep_values(variables: Sequence[Any]) -> Iterator[None]:
     """Let variables have the same values after a block as before it."""
     before = [tf.identity(as_tensor(variable)) for variable in variables]
-    yield
-    assign(variables, before)
+    try:
+        yield
+    finally:
+        assign(variables, before)
 
 
 def running_statistics(models: Sequence[Any]) -> list[Any]:

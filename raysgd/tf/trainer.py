@@ -285,8 +285,7 @@ def _operator_class(model_creator: Any, data_creator: Any, training_operator_cls
 
 
 def _arguments_for(operator_cls: type[TrainingOperator], config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Read `config[name]`. Warn of arguments that have no effect on an operator of the user's own,
-    unless it reads them itself."""
+    """Read `config[name]`. Warn of arguments that only compiled models use."""
     given = checked_fit_config(config, name)
     unused = [key for key, value in given.items() if key not in OF_TRAINER and value is not None]
     if unused and not issubclass(operator_cls, CompiledOperator):

@@ -246,7 +246,7 @@ class Feed:
         return self._reader is None and not self.position.call_batches and not self.position.call_done
 
     def finish(self) -> None:
-        """Note that the loop has no further batch: user code may go on to make steps by itself."""
+        """Note that the loop has no further batch. User code can still make steps of its own."""
         self.step = Step(policies=self.policies.usual())
         for alone in self.policies.alone if self.training else ():
             alone()

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from raysgd.config import at_least
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
-from raysgd.core.average_meters import kept
+from raysgd.core.average_meters import copy_metric
 from raysgd.core.metrics import OWN_NAMES, refuse_own_names
 from raysgd.core.sampling_plan import optimizer_steps
 from raysgd.core.timers import Timers
@@ -372,7 +372,7 @@ class OperatorBase:
                 meter.update(values, n=weight)
                 return
             if not step.closing:
-                values = {name: kept(value) for name, value in values.items()}
+                values = {name: copy_metric(value) for name, value in values.items()}
             step.metrics.append((values, weight, step.current.whole))
             if not step.closing:
                 return

@@ -43,8 +43,7 @@ class Policy:
         """Called after a loop, which an error may have ended: no step is open."""
 
     def alone(self) -> None:
-        """Called when a loop has no further batch: steps that user code goes on to make are its
-        own."""
+        """Called when a loop has no further batch: steps that follow are those of user code."""
 
     def cleared(self, step: Step) -> None:
         """Called by `self.zero_grad`, which clears nothing after the first batch of a step."""

@@ -112,8 +112,8 @@ def test_metric_objects_are_computed_over_the_call_and_reset():
     assert first["sum"] == second["sum"] == modules.VAL_ROWS
 
 
-def test_metric_objects_of_a_call_have_the_rows_of_all_its_epochs():
-    """Schedulers get what there is at an epoch's end."""
+def counted_rows():
+    """Return a class of modules that count the rows of a call with a metric object."""
     torchmetrics = pytest.importorskip("torchmetrics")
 
     class Counted(Net):
@@ -121,11 +121,24 @@ def test_metric_objects_of_a_call_have_the_rows_of_all_its_epochs():
             super().__init__(batch_size=20, count=200)
             self.rows = torchmetrics.SumMetric()
 
-        def training_step(self, batch, batch_idx):
+        def count(self, batch, name):
             self.rows.update(len(batch[0]))
             self.log("rows", self.rows)
+
+        def training_step(self, batch, batch_idx):
+            self.count(batch, "train")
             return self.loss(batch)
 
+        def validation_step(self, batch, batch_idx):
+            self.count(batch, "validate")
+
+    return Counted
+
+
+def test_metric_objects_of_a_call_have_the_rows_of_all_its_epochs():
+    """Schedulers get what there is at an epoch's end."""
+
+    class Scheduled(counted_rows()):
         def lr_scheduler_step(self, scheduler, metric):
             self.calls.append(int(metric))
 
@@ -134,7 +147,7 @@ def test_metric_objects_of_a_call_have_the_rows_of_all_its_epochs():
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
             return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "rows"}
 
-    with trainer_of(Counted) as trainer:
+    with trainer_of(Scheduled) as trainer:
         counted = [trainer.train(num_steps=steps)["rows"] for steps in (15, 5, 25)]
         counted.append(trainer.train(num_steps=None)["rows"])
         calls = trainer.get_local_operator().module.calls
@@ -143,30 +156,18 @@ def test_metric_objects_of_a_call_have_the_rows_of_all_its_epochs():
 
 
 def test_metric_objects_have_only_the_rows_of_calls_that_have_ended():
-    """An error ends a call, and a peer's failure lets a validation be repeated, and a training go on."""
-    torchmetrics = pytest.importorskip("torchmetrics")
+    """An error ends a call. After a peer's failure, a validation is repeated, and a training continues."""
     marks = {}
 
-    class Counted(Net):
-        def __init__(self):
-            super().__init__(batch_size=20, count=200)
-            self.rows = torchmetrics.SumMetric()
-
-        def training_step(self, batch, batch_idx):
-            self.rows.update(len(batch[0]))
-            self.log("rows", self.rows)
-            marks.pop("train", lambda: None)()
-            return self.loss(batch)
-
-        def validation_step(self, batch, batch_idx):
-            self.rows.update(len(batch[0]))
-            self.log("rows", self.rows)
-            marks.pop("validate", lambda: None)()
+    class Failing(counted_rows()):
+        def count(self, batch, name):
+            super().count(batch, name)
+            marks.pop(name, lambda: None)()
 
     def fail():
         raise ZeroDivisionError
 
-    rank = torch_rank(TrainingOperator.from_ptl(Counted))
+    rank = torch_rank(TrainingOperator.from_ptl(Failing))
     for method, count in ((rank.validate, modules.VAL_ROWS), (rank.train, 200)):
         name = method.__name__
         marks[name] = fail
