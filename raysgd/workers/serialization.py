@@ -91,14 +91,14 @@ def dumps(value: Any, protocol: int | None = None, buffer_callback: Any = None, 
     """Pickle with cloudpickle. All modules but the script are pickled by name, also those with a
     class of their own, as torch's config modules, which cloudpickle includes and cannot pickle."""
     buffer = io.BytesIO()
-    pickler = _pickler_class()(buffer, protocol, buffer_callback)
+    pickler = pickler_class()(buffer, protocol, buffer_callback)
     vars(pickler).update(settings)
     pickler.dump(value)
     return buffer.getvalue()
 
 
 @lru_cache(maxsize=1)
-def _pickler_class() -> Any:
+def pickler_class() -> Any:
     from ray import cloudpickle
 
     base: Any = cloudpickle.CloudPickler

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -18,6 +19,7 @@ from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.foreign import loader_with
 from raysgd.train.elastic_state import elastic
 from raysgd.train.generators import generator_states, set_generators
+from raysgd.train.lightning.foreign import FitState
 from raysgd.train.lightning.package import imported
 from raysgd.train.session_functions import Session
 
@@ -51,10 +53,11 @@ class Continuation:
         self.weight = 1.0  # of the mean loss of this rank's part of the batch
         self._loader: DividedLoader | None = None
         self._found: dict[str, Any] = {}  # the commit from which the fit has not resumed yet
-        self._random: Any = None  # the states of the random generators at the batch with which it resumes
+        self._rest = FitState(trainer)
         self._state = elastic({"trainer": self, "workers": session.planned_ranks})
+        self._sanity_steps = trainer.num_sanity_val_steps
         if self._found:
-            trainer.ckpt_path = COMMIT
+            trainer.ckpt_path, trainer.num_sanity_val_steps = COMMIT, 0
 
     # -- commits ----------------------------------------------------------------------------------
 
@@ -66,20 +69,40 @@ class Continuation:
             self.trainer.save_checkpoint(COMMIT, weights_only=False)
         finally:
             self.committing = False
-        return {"checkpoint": self.checkpoint, "random": generator_states()}
+        weights = dict(self._weights())
+        for name, value in self.checkpoint["state_dict"].items():
+            if name in weights and value.data_ptr() == weights[name].data_ptr():
+                self.checkpoint["state_dict"][name] = weights[name]  # one copy serves for both
+        checkpoint = {**self.checkpoint, "optimizer_states": [], "lr_schedulers": [], "loops": None}
+        return {"checkpoint": checkpoint, "weights": weights, "rest": self._rest.keep(), "random": generator_states()}
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        module = self.trainer.lightning_module
+        for name, each in [*module.named_parameters(), *module.named_buffers()]:
+            yield name, each.detach()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._found = state
 
     def resumed(self, path: Any) -> dict[str, Any] | None:
         """The commit that Lightning is to load, or None to load `path`."""
-        fits = self.trainer.training
-        if not self._found or not (fits or path == COMMIT):
+        if not self._found or not (self.trainer.training or path == COMMIT):
             return None
+        if self.trainer.training:
+            self.trainer.ckpt_path = None
         checkpoint: dict[str, Any] = copy.deepcopy(self._found["checkpoint"])
-        if fits:
-            self._random, self._found, self.trainer.ckpt_path = self._found["random"], {}, None
         return checkpoint
+
+    def put_back(self) -> bool:
+        """Put the objects into the state of the commit, if the fit resumes from one. Lightning's
+        own resume leaves out what hooks have set."""
+        if not self._found:
+            return False
+        with torch.no_grad():
+            for name, value in self._weights():
+                value.copy_(self._found["weights"][name])
+        self._rest.put_back(self._found["rest"])
+        return True
 
     # -- the fit ----------------------------------------------------------------------------------
 
@@ -124,9 +147,10 @@ class Continuation:
         """Commit before batch number `batch` of the epoch, if it is time for it. The first one
         after a resume is that of the last commit: another would let raysgd forget which reports are
         repeated."""
-        if self._random is not None:
-            set_generators(self._random)
-            self._random, self._batches = None, 0
+        if self._found:
+            set_generators(self._found["random"])
+            self.trainer.num_sanity_val_steps = self._sanity_steps
+            self._found, self._batches = {}, 0
         elif self._batches >= self._every and batch % self.trainer.accumulate_grad_batches == 0:
             self._state.commit()
             self._batches = 0
@@ -165,6 +189,7 @@ class DividedLoader:
         return math.floor(steps) if self.loader.drop_last else math.ceil(steps)
 
     def __iter__(self) -> Iterator[Any]:
+        self._fit.put_back()
         order, first = list(self.sampler), self._fit.trainer.fit_loop.batch_idx + 1
         steps = [order[step * self._size : (step + 1) * self._size] for step in range(first, len(self))]
         shares = [share(samples, self._fit.rank_info) for samples in steps]

@@ -104,6 +104,10 @@ class RayDDPStrategy(_OnWorkers, strategies.DDPStrategy):  # type: ignore[misc]
         found = None if self.continuation is None else self.continuation.resumed(checkpoint_path)
         return super().load_checkpoint(checkpoint_path, *args, **kwargs) if found is None else found
 
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        if self.continuation is None or not self.continuation.put_back():
+            super().load_optimizer_state_dict(checkpoint)
+
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self.continuation is None or not self.continuation.committing:
             super().barrier(*args, **kwargs)

@@ -1,0 +1,205 @@
+"""The state of a fit that Lightning's checkpoints lack, and all private names of Lightning. Worker.
+
+Checked with Lightning 2.6.6; 2.5.0 has the same names, where it has these features.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from raysgd.errors import ConfigError
+from raysgd.train.lightning.package import imported
+from raysgd.workers.serialization import pickler_class
+
+logger = logging.getLogger("raysgd")
+
+# The attributes of Lightning's own objects that change while a fit trains, and do not depend on its workers.
+STATE = {
+    "trainer": "should_stop accumulate_grad_batches gradient_clip_val gradient_clip_algorithm check_val_every_n_epoch "
+    "val_check_batch log_every_n_steps limit_val_batches",
+    "metrics": "_progress_bar_metrics _logged_metrics _callback_metrics _current_fx _first_loop_iter",
+    "fit": "epoch_progress min_epochs max_epochs",
+    "epoch": "batch_progress scheduler_progress min_steps max_steps _results _batches_that_stepped _skip_next_val",
+    "steps": "optim_progress _skip_backward",
+    "validation": "batch_progress _has_run",
+    "fetcher": "fetched done",
+}
+# Of these, Lightning's checkpoint has all: clocks, which differ between machines, and weights. Others only show something.
+ALREADY_KEPT = "Timer ThroughputMonitor WeightAveraging ProgressBar ModelSummary DeviceStatsMonitor"
+CLOCKS = {"_last_time_checked"}
+NOT_COPIED = (
+    "raysgd cannot copy %s. After a worker failure, it is as the training function makes it. If training changes it, give its class "
+    "__getstate__ and __setstate__"
+)
+
+
+class FitState:
+    """Keeps and puts back what the objects of a fit hold: each attribute of the module, its
+    submodules and the callbacks, the counters of the loops, logged values, `requires_grad`, the
+    optimizers with their groups, and the schedulers.
+
+    Objects of the fit have names, by which another process finds its own.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._standard = {*vars(imported("").LightningModule())} - {"training", "_hparams"}
+        classes = [getattr(imported(".callbacks"), name, None) for name in ALREADY_KEPT.split()]
+        self._complete = tuple(each for each in classes if each is not None)
+        self._not_copied: set[tuple[str, str]] = set()
+
+    def keep(self) -> tuple[bytes, list[torch.Tensor]]:
+        """Pickle all attributes. Tensors are beside them, and not copied."""
+        named = {id(each): name for name, each in self._named()}
+        content = {name: dict(held) for name, held in self._attributes()}
+        try:
+            return _dumps(content, named)
+        except Exception:
+            self._leave_out(content, named)
+            return _dumps(content, named)
+
+    def _leave_out(self, content: dict[str, dict[str, Any]], named: dict[int, str]) -> None:
+        """Take out the attributes that cannot be pickled, and name those of the user's classes."""
+        for name, held in content.items():
+            for attribute in [*held]:
+                try:
+                    _dumps(held[attribute], named)
+                except _OfTheFunction:
+                    del held[attribute]
+                    self._not_copied.add((name, attribute))
+                except Exception:
+                    kind = type(dict(self._named())[name])
+                    if (name, attribute) not in self._not_copied and not kind.__module__.startswith(OTHERS):
+                        logger.warning(NOT_COPIED, f"{kind.__name__}.{attribute} ({type(held[attribute]).__name__})")
+                    del held[attribute]
+                    self._not_copied.add((name, attribute))
+
+    def put_back(self, kept: tuple[bytes, list[torch.Tensor]]) -> None:
+        named = dict(self._named())
+        for name, held in _Unpickler(kept, named, self._trainer.strategy.root_device).load().items():
+            live = named.get(name)
+            if name == "parameters":
+                for each, requires_grad in held.items():
+                    named[each].requires_grad_(requires_grad)
+            elif name.startswith("scheduler"):
+                live.load_state_dict(held)
+            elif live is not None:  # the fetcher is made later
+                for attribute, value in held.items():
+                    _put_back(vars(live), attribute, value)
+
+    # -- the objects ------------------------------------------------------------------------------
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        """The objects that each process makes itself, with names."""
+        trainer, module = self._trainer, self._trainer.lightning_module
+        fit = trainer.fit_loop
+        epoch = fit.epoch_loop
+        yield from {"trainer": trainer, "metrics": trainer._logger_connector, "fit": fit, "epoch": epoch}.items()
+        yield from {"steps": epoch.automatic_optimization, "validation": epoch.val_loop}.items()
+        yield from {"fetcher": fit._data_fetcher, "strategy": trainer.strategy, "data": trainer.datamodule}.items()
+        yield "precision", trainer.precision_plugin
+        yield from ((f"callback {number}", each) for number, each in enumerate(trainer.callbacks))
+        yield from ((f"logger {number}", each) for number, each in enumerate(trainer.loggers))
+        yield from ((f"optimizer {number}", each) for number, each in enumerate(trainer.optimizers))
+        yield from ((f"wrapper {number}", each) for number, each in enumerate(trainer.strategy._lightning_optimizers))
+        yield from ((f"scheduler {number}", each.scheduler) for number, each in enumerate(trainer.lr_scheduler_configs))
+        yield from ((f"module {name}", each) for name, each in module.named_modules())
+        yield from ((f"parameter {name}", each) for name, each in module.named_parameters())
+        yield from ((f"buffer {name}", each) for name, each in module.named_buffers())
+
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
+        requires_grad = {}
+        for name, live in self._named():
+            kind = name.split()[0]
+            if kind in STATE:
+                held = {each: vars(live)[each] for each in STATE[kind].split() if each in vars(live)}
+            elif kind == "module":
+                held = {each: value for each, value in _state_of(live).items() if each not in self._standard}
+            elif kind == "callback" and not isinstance(live, self._complete):
+                held = {each: value for each, value in _state_of(live).items() if each not in CLOCKS}
+            elif kind == "optimizer":
+                held = {each: value for each, value in vars(live).items() if not each.startswith("_")}
+            elif kind == "scheduler":
+                held = live.state_dict()
+            elif kind == "parameter":
+                requires_grad[name] = live.requires_grad
+                continue
+            else:
+                continue
+            yield name, {each: value for each, value in held.items() if (name, each) not in self._not_copied}
+        yield "parameters", requires_grad
+
+
+def _state_of(live: Any) -> dict[str, Any]:
+    """The attributes that the class lets others pickle."""
+    get: Any = getattr(type(live), "__getstate__", vars)
+    return dict(get(live))
+
+
+def _put_back(attributes: dict[str, Any], name: str, value: Any) -> None:
+    """Set an attribute. A container stays, because others may have it, too: Lightning's wrappers
+    have the groups of an optimizer."""
+    live = attributes.get(name)
+    if isinstance(live, list) and type(live) is type(value):
+        live[:] = value
+    elif isinstance(live, (dict, set)) and type(live) is type(value):
+        live.clear()
+        live.update(value)
+    else:
+        attributes[name] = value
+
+
+OTHERS = ("lightning.", "pytorch_lightning.", "torch.", "torchmetrics.", "raysgd.")
+
+
+class _OfTheFunction(pickle.PicklingError):
+    """Data sets and loaders are those that the function makes."""
+
+
+def _dumps(value: Any, named: dict[int, str]) -> tuple[bytes, list[torch.Tensor]]:
+    file = io.BytesIO()
+    tensors: dict[int, torch.Tensor] = {}
+    base: Any = pickler_class()
+
+    class Pickler(base):  # type: ignore[misc]
+        def persistent_id(self, obj: Any) -> Any:
+            name = named.get(id(obj))
+            if name is not None and obj is not None:
+                return name
+            if isinstance(obj, torch.Tensor) and type(obj) in (torch.Tensor, torch.nn.Parameter):
+                tensors.setdefault(id(obj), obj)
+                trained = obj.requires_grad if type(obj) is torch.nn.Parameter else None
+                return [*tensors].index(id(obj)), obj.device.type, trained
+            if isinstance(obj, (Dataset, DataLoader)):
+                raise _OfTheFunction
+            return None
+
+    Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue(), [each.detach() for each in tensors.values()]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self, kept: tuple[bytes, list[torch.Tensor]], named: dict[str, Any], device: torch.device
+    ) -> None:
+        super().__init__(io.BytesIO(kept[0]))
+        self._tensors, self._named, self._device = kept[1], named, device
+        self._made: dict[int, torch.Tensor] = {}
+
+    def persistent_load(self, found: Any) -> Any:
+        if isinstance(found, str):
+            return self._named[found]
+        number, device, trained = found
+        if number not in self._made:
+            copy = self._tensors[number].to(self._device if device == self._device.type else device, copy=True)
+            self._made[number] = copy if trained is None else torch.nn.Parameter(copy, trained)
+        return self._made[number]
