@@ -17,9 +17,9 @@ from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.foreign import loader_with
-from raysgd.train.elastic_state import elastic
+from raysgd.train.elastic_state import ByReference, elastic
 from raysgd.train.generators import generator_states, set_generators
-from raysgd.train.lightning.foreign import FitState
+from raysgd.train.lightning.foreign import FitState, continue_logs, replace_files, versions_of
 from raysgd.train.lightning.package import imported
 from raysgd.train.session_functions import Session
 
@@ -54,10 +54,14 @@ class Continuation:
         self._loader: DividedLoader | None = None
         self._found: dict[str, Any] = {}  # the commit from which the fit has not resumed yet
         self._rest = FitState(trainer)
-        self._state = elastic({"trainer": self, "workers": session.planned_ranks})
+        self.saved: list[str] = []  # files of checkpoints, since the last commit
         self._sanity_steps = trainer.num_sanity_val_steps
+        versions = trainer.strategy.broadcast(versions_of(trainer.loggers))
+        self._state = elastic({"trainer": self, "workers": session.planned_ranks, "versions": versions})
+        continue_logs(trainer.loggers, self._state["versions"], self._found.get("step"))
         if self._found:
             trainer.ckpt_path, trainer.num_sanity_val_steps = COMMIT, 0
+            replace_files(trainer, self._found["saved"].content)
 
     # -- commits ----------------------------------------------------------------------------------
 
@@ -74,7 +78,9 @@ class Continuation:
             if name in weights and value.data_ptr() == weights[name].data_ptr():
                 self.checkpoint["state_dict"][name] = weights[name]  # one copy serves for both
         checkpoint = {**self.checkpoint, "optimizer_states": [], "lr_schedulers": [], "loops": None}
-        return {"checkpoint": checkpoint, "weights": weights, "rest": self._rest.keep(), "random": generator_states()}
+        self.saved = []
+        state = {"checkpoint": checkpoint, "weights": weights, "rest": self._rest.keep(), "step": self._rest.step}
+        return {**state, "random": generator_states(), "saved": ByReference(self.saved)}
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         module = self.trainer.lightning_module
@@ -93,7 +99,7 @@ class Continuation:
         checkpoint: dict[str, Any] = copy.deepcopy(self._found["checkpoint"])
         return checkpoint
 
-    def put_back(self) -> bool:
+    def put_back(self, *, at_batch: bool) -> bool:
         """Put the objects into the state of the commit, if the fit resumes from one. Lightning's
         own resume leaves out what hooks have set."""
         if not self._found:
@@ -101,7 +107,7 @@ class Continuation:
         with torch.no_grad():
             for name, value in self._weights():
                 value.copy_(self._found["weights"][name])
-        self._rest.put_back(self._found["rest"])
+        self._rest.put_back(self._found["rest"], at_batch=at_batch)
         return True
 
     # -- the fit ----------------------------------------------------------------------------------
@@ -189,7 +195,7 @@ class DividedLoader:
         return math.floor(steps) if self.loader.drop_last else math.ceil(steps)
 
     def __iter__(self) -> Iterator[Any]:
-        self._fit.put_back()
+        self._fit.put_back(at_batch=True)
         order, first = list(self.sampler), self._fit.trainer.fit_loop.batch_idx + 1
         steps = [order[step * self._size : (step + 1) * self._size] for step in range(first, len(self))]
         shares = [share(samples, self._fit.rank_info) for samples in steps]

@@ -35,7 +35,7 @@ STATE = {
 }
 # Of these, Lightning's checkpoint has all: clocks, which differ between machines, and weights. Others only show something.
 ALREADY_KEPT = "Timer ThroughputMonitor WeightAveraging ProgressBar ModelSummary DeviceStatsMonitor"
-CLOCKS = {"_last_time_checked"}
+NOT_KEPT = {"_last_time_checked", "file_exists"}  # a clock, and what `replace_files` sets
 NOT_COPIED = (
     "raysgd cannot copy %s. After a worker failure, it is as the training function makes it. If training changes it, give its class "
     "__getstate__ and __setstate__"
@@ -59,7 +59,7 @@ class FitState:
 
     def keep(self) -> tuple[bytes, list[torch.Tensor]]:
         """Pickle all attributes. Tensors are beside them, and not copied."""
-        named = {id(each): name for name, each in self._named()}
+        named = {id(each): name for name, each in self._named() if each is not None}
         content = {name: dict(held) for name, held in self._attributes()}
         try:
             return _dumps(content, named)
@@ -83,7 +83,9 @@ class FitState:
                     del held[attribute]
                     self._not_copied.add((name, attribute))
 
-    def put_back(self, kept: tuple[bytes, list[torch.Tensor]]) -> None:
+    def put_back(self, kept: tuple[bytes, list[torch.Tensor]], *, at_batch: bool) -> None:
+        """Put the attributes into the objects. Before the hooks that begin a fit, those of the
+        Trainer stay, because callbacks check and set them."""
         named = dict(self._named())
         for name, held in _Unpickler(kept, named, self._trainer.strategy.root_device).load().items():
             live = named.get(name)
@@ -92,9 +94,14 @@ class FitState:
                     named[each].requires_grad_(requires_grad)
             elif name.startswith("scheduler"):
                 live.load_state_dict(held)
-            elif live is not None:  # the fetcher is made later
+            elif live is not None and (at_batch or name != "trainer"):  # the fetcher is made later
                 for attribute, value in held.items():
                     _put_back(vars(live), attribute, value)
+
+    @property
+    def step(self) -> int:
+        """The number that loggers get with the values of the next step."""
+        return int(self._trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     # -- the objects ------------------------------------------------------------------------------
 
@@ -125,9 +132,9 @@ class FitState:
             elif kind == "module":
                 held = {each: value for each, value in _state_of(live).items() if each not in self._standard}
             elif kind == "callback" and not isinstance(live, self._complete):
-                held = {each: value for each, value in _state_of(live).items() if each not in CLOCKS}
+                held = {each: value for each, value in _state_of(live).items() if each not in NOT_KEPT}
             elif kind == "optimizer":
-                held = {each: value for each, value in vars(live).items() if not each.startswith("_")}
+                held = {each: vars(live)[each] for each in vars(live) if not each.startswith("_") and each != "step"}
             elif kind == "scheduler":
                 held = live.state_dict()
             elif kind == "parameter":
@@ -165,41 +172,83 @@ class _OfTheFunction(pickle.PicklingError):
     """Data sets and loaders are those that the function makes."""
 
 
+def _live(name: str) -> Any:
+    """Stands in a pickle for an object of the fit."""
+
+
+def _tensor(number: int, device: str, trained: bool | None) -> Any:
+    """Stands in a pickle for a tensor, which is beside it."""
+
+
 def _dumps(value: Any, named: dict[int, str]) -> tuple[bytes, list[torch.Tensor]]:
-    file = io.BytesIO()
-    tensors: dict[int, torch.Tensor] = {}
-    base: Any = pickler_class()
+    file, tensors, base = io.BytesIO(), list[torch.Tensor](), pickler_class()
 
     class Pickler(base):  # type: ignore[misc]
-        def persistent_id(self, obj: Any) -> Any:
-            name = named.get(id(obj))
-            if name is not None and obj is not None:
-                return name
-            if isinstance(obj, torch.Tensor) and type(obj) in (torch.Tensor, torch.nn.Parameter):
-                tensors.setdefault(id(obj), obj)
+        def reducer_override(self, obj: Any) -> Any:
+            if id(obj) in named:
+                return _live, (named[id(obj)],)
+            if type(obj) in (torch.Tensor, torch.nn.Parameter):
+                tensors.append(obj.detach())
                 trained = obj.requires_grad if type(obj) is torch.nn.Parameter else None
-                return [*tensors].index(id(obj)), obj.device.type, trained
+                return _tensor, (len(tensors) - 1, obj.device.type, trained)
             if isinstance(obj, (Dataset, DataLoader)):
                 raise _OfTheFunction
-            return None
+            return super().reducer_override(obj)
 
     Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
-    return file.getvalue(), [each.detach() for each in tensors.values()]
+    return file.getvalue(), tensors
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(
-        self, kept: tuple[bytes, list[torch.Tensor]], named: dict[str, Any], device: torch.device
-    ) -> None:
+    def __init__(self, kept: tuple[bytes, list[torch.Tensor]], named: dict[str, Any], device: torch.device) -> None:
         super().__init__(io.BytesIO(kept[0]))
         self._tensors, self._named, self._device = kept[1], named, device
-        self._made: dict[int, torch.Tensor] = {}
 
-    def persistent_load(self, found: Any) -> Any:
-        if isinstance(found, str):
-            return self._named[found]
-        number, device, trained = found
-        if number not in self._made:
-            copy = self._tensors[number].to(self._device if device == self._device.type else device, copy=True)
-            self._made[number] = copy if trained is None else torch.nn.Parameter(copy, trained)
-        return self._made[number]
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return {_live: self._named.__getitem__, _tensor: self._made}.get(found, found)
+
+    def _made(self, number: int, device: str, trained: bool | None) -> torch.Tensor:
+        copy = self._tensors[number].to(self._device if device == self._device.type else device, copy=True)
+        return copy if trained is None else torch.nn.Parameter(copy, trained)
+
+
+# -- files that a fit writes ------------------------------------------------------------------------
+
+
+def _with_versions(loggers: list[Any]) -> list[Any]:
+    kinds = imported(".loggers")
+    return [each for each in loggers if isinstance(each, (kinds.CSVLogger, kinds.TensorBoardLogger))]
+
+
+def versions_of(loggers: list[Any]) -> list[Any]:
+    """The versions of the loggers that name their folders by one."""
+    return [each.version for each in _with_versions(loggers)]
+
+
+def continue_logs(loggers: list[Any], versions: list[Any], step: int | None) -> None:
+    """Let these loggers continue in the folders of the first attempt. If the fit resumes at a
+    `step`, what they had logged from there on is removed: it is logged again."""
+    for each, version in zip(_with_versions(loggers), versions, strict=True):
+        each._version = version
+        if step is not None and isinstance(each, imported(".loggers").TensorBoardLogger):
+            each._kwargs["purge_step"] = step
+        elif step is not None and imported(".utilities").rank_zero_only.rank == 0:
+            path = str(Path(each.log_dir, "metrics.csv"))
+            if each._fs.isfile(path):
+                with each._fs.open(path, "r", newline="") as file:
+                    rows = [row for row in csv.DictReader(file) if int(row["step"]) < step]
+                writer = each.experiment  # removes the file
+                writer.metrics = rows
+                writer.save()
+
+
+def replace_files(trainer: Any, paths: list[str]) -> None:
+    """Let each ModelCheckpoint write these files, which were saved after the commit, again under
+    the same names."""
+    for callback in trainer.checkpoint_callbacks:
+        exists = getattr(callback, "file_exists", None)
+        if exists is not None:
+            callback.file_exists = lambda path, trainer, exists=exists: (
+                exists(path, trainer) and not trainer.strategy.broadcast(str(path) in paths)
+            )

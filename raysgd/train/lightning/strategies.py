@@ -94,18 +94,20 @@ class RayDDPStrategy(_OnWorkers, strategies.DDPStrategy):  # type: ignore[misc]
         result: torch.Tensor = super().backward(closure_loss * weight, *args, **kwargs)
         return result
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any) -> None:
         if self.continuation is not None and self.continuation.committing:
             self.continuation.checkpoint = checkpoint
-        else:
-            super().save_checkpoint(checkpoint, *args, **kwargs)
+            return
+        if self.continuation is not None:
+            self.continuation.saved.append(str(filepath))
+        super().save_checkpoint(checkpoint, filepath, *args, **kwargs)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         found = None if self.continuation is None else self.continuation.resumed(checkpoint_path)
         return super().load_checkpoint(checkpoint_path, *args, **kwargs) if found is None else found
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        if self.continuation is None or not self.continuation.put_back():
+        if self.continuation is None or not self.continuation.put_back(at_batch=False):
             super().load_optimizer_state_dict(checkpoint)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:

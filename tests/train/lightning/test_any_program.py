@@ -124,6 +124,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "ReduceLROnPlateau of steps": lambda optimizer: {
         "scheduler": lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, threshold=0.5),
         "monitor": "val_loss",
+        "strict": False,
         "interval": "step",
         "frequency": 2,
     },
@@ -184,7 +185,7 @@ class Any_(pl.LightningModule):
         super().__init__()
         torch.manual_seed(3)
         self.program = program
-        self.backbone = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Tanh())
+        self.backbone = nn.Sequential(nn.Linear(8, 6), nn.GroupNorm(2, 6), nn.Tanh())
         self.dropout, self.head = nn.Dropout(program["dropout"]), nn.Linear(6, 1)
         self.error = torchmetrics.MeanAbsoluteError()
         self.register_buffer("scale", torch.ones(()), persistent=False)
@@ -245,8 +246,20 @@ class Any_(pl.LightningModule):
         return optimizer if schedule is None else {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
-HOOKS = "metric teacher losses requires_grad dropout eval scale rates short-epoch".replace("-", " ").split(" ")
 HOOKS = ["metric", "teacher", "losses", "requires_grad", "dropout", "eval", "scale", "rates", "short epoch"]
+
+
+# Lightning refuses these together, or fails with them in an undisturbed run.
+CONTRADICTIONS = [
+    ("GradientAccumulationScheduler", ["accumulation"]),
+    ("validation each three batches", ["validation within the epoch", "validation each second epoch"]),
+    ("'ReduceLROnPlateau of val_loss'", ["validation each three batches", "validation each second epoch", "short epoch"]),
+    ("'ReduceLROnPlateau of train_loss'", ["short epoch"]),
+    ("'EarlyStopping of val_loss after the epoch'", ["validation each three batches", "validation each second epoch", "short epoch"]),
+    ("'BackboneFinetuning'", ["BaseFinetuning", "requires_grad"]),
+    ("'BaseFinetuning'", ["requires_grad"]),
+    ("Finetuning'", ["EMAWeightAveraging"]),
+]
 
 
 def drawn(seed: int) -> dict[str, Any]:
@@ -264,6 +277,12 @@ def drawn(seed: int) -> dict[str, Any]:
         "counting": choice.choice(["first", "last"]),
         "log_every": choice.randint(1, 3),
     }
+    if "Finetuning'" in str(program) and program["scheduler"] in ("OneCycleLR of steps", "SequentialLR", "CosineAnnealingWarmRestarts", "LambdaLR of steps"):
+        program["scheduler"] = "StepLR"
+    for one, others in CONTRADICTIONS:
+        if one in str(program):
+            for name in ("callbacks", "trainer", "hooks"):
+                program[name] = [each for each in program[name] if each not in others]
     return program
 
 
@@ -281,7 +300,7 @@ def fit(program: dict[str, Any], folder: Path, place: Callable[[], None]) -> dic
     settings["enable_model_summary"] = any(isinstance(each, given.ModelSummary) for each in callbacks)
     settings["enable_checkpointing"] = any(isinstance(each, given.ModelCheckpoint) for each in callbacks)
     trainer = pl.Trainer(
-        strategy=RayDDPStrategy(),
+        strategy=RayDDPStrategy(find_unused_parameters="requires_grad" in program["hooks"]),
         plugins=[RayLightningEnvironment()],
         accelerator="cpu",
         devices=1,
@@ -300,7 +319,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.tolist()
     if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {plain(str(key)): plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(each) for each in value]
     return Path(value).name if isinstance(value, str) and "/" in value else value
@@ -337,7 +356,7 @@ def attempts(program: dict[str, Any], folder: Path, place: Stopper) -> tuple[dic
         number += 1
         try:
             with running(Recording(commit, rounds)):
-                return {**fit(program, folder, place), "rounds": plain([row for row, _ in rounds])}, number
+                return {**fit(program, folder, place), "rounds": [(row["epoch"], row["step"]) for row, _ in rounds]}, number
         except Stopped:
             continue
 
