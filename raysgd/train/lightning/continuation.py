@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -80,7 +81,11 @@ class Continuation:
         checkpoint = {**self.checkpoint, "optimizer_states": [], "lr_schedulers": [], "loops": None}
         self.saved = []
         state = {"checkpoint": checkpoint, "weights": weights, "rest": self._rest.keep(), "step": self._rest.step}
-        return {**state, "random": generator_states(), "saved": ByReference(self.saved)}
+        measured: list[Any] = [self._rest.measured()]
+        if self.rank_info.world_size > 1:  # a worker that fails takes its own along
+            measured *= self.rank_info.world_size
+            dist.all_gather_object(measured, measured[0])
+        return {**state, "random": generator_states(), "saved": ByReference(self.saved), "measured": measured}
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         module = self.trainer.lightning_module
@@ -108,6 +113,7 @@ class Continuation:
             for name, value in self._weights():
                 value.copy_(self._found["weights"][name])
         self._rest.put_back(self._found["rest"], at_batch=at_batch)
+        self._rest.share_measured(self._found["measured"], first=self.rank_info.world_rank == 0)
         return True
 
     # -- the fit ----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchmetrics import Metric
 from torch.utils.data import DataLoader, Dataset
 
 from raysgd.errors import ConfigError
@@ -98,6 +99,40 @@ class FitState:
                 for attribute, value in held.items():
                     _put_back(vars(live), attribute, value)
 
+    # -- what the ranks have measured -----------------------------------------------------------
+
+    def _measured(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+        """What each rank adds up within an epoch: objects with a name, and how ranks are reduced."""
+        for name, each in self._trainer.fit_loop.epoch_loop._results.items():
+            if each.is_tensor and each.meta.on_epoch and not each.has_reset:
+                kind = "max" if each.meta.is_max_reduction else "min" if each.meta.is_min_reduction else "sum"
+                yield name, each, {"value": kind, "cumulated_batch_size": "sum"}
+        for name, each in self._trainer.lightning_module.named_modules():
+            if isinstance(each, Metric) and each.update_called:
+                kinds = {state: getattr(reduction, "__name__", "") for state, reduction in each._reductions.items()}
+                yield name, each, {state: kind.removeprefix("dim_zero_") for state, kind in kinds.items()}
+
+    def measured(self) -> dict[tuple[str, str], Any]:
+        """This rank's share of what its epoch has measured."""
+        found = {}
+        for name, each, kinds in self._measured():
+            for state, kind in kinds.items():
+                if kind in REDUCE and hasattr(each, state):
+                    found[name, state] = getattr(each, state).cpu()
+        return found
+
+    def share_measured(self, of_ranks: list[dict[tuple[str, str], Any]], *, first: bool) -> None:
+        """Give what all ranks have measured to the `first` one, or to each where they are not added up."""
+        for name, each, kinds in self._measured():
+            for state, kind in kinds.items():
+                values = [of_rank[name, state] for of_rank in of_ranks if (name, state) in of_rank]
+                if not values:
+                    continue
+                total = REDUCE[kind](torch.stack(values), 0).to(getattr(each, state))
+                alone = kind == "sum" and (not hasattr(each, "meta") or each.meta.sync.should)
+                setattr(each, state, total if first or not alone else torch.zeros_like(total))
+            each._computed = None
+
     @property
     def step(self) -> int:
         """The number that loggers get with the values of the next step."""
@@ -165,6 +200,7 @@ def _put_back(attributes: dict[str, Any], name: str, value: Any) -> None:
         attributes[name] = value
 
 
+REDUCE: dict[str, Any] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 OTHERS = ("lightning.", "pytorch_lightning.", "torch.", "torchmetrics.", "raysgd.")
 
 

@@ -89,6 +89,19 @@ class RayDDPStrategy(_OnWorkers, strategies.DDPStrategy):  # type: ignore[misc]
             return dataloader
         return self.continuation.divided(dataloader)
 
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        self._trained = self._which_train()
+
+    def _which_train(self) -> list[bool]:
+        return [each.requires_grad for each in self.lightning_module.parameters()]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._which_train() != self._trained:  # DDP averages the gradients of those that it found when it was made
+            self.model = self.model.module
+            self.configure_ddp()
+        return super().training_step(*args, **kwargs)
+
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         weight = 1.0 if self.continuation is None else self.continuation.weight
         result: torch.Tensor = super().backward(closure_loss * weight, *args, **kwargs)

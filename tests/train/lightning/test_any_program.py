@@ -300,7 +300,7 @@ def fit(program: dict[str, Any], folder: Path, place: Callable[[], None]) -> dic
     settings["enable_model_summary"] = any(isinstance(each, given.ModelSummary) for each in callbacks)
     settings["enable_checkpointing"] = any(isinstance(each, given.ModelCheckpoint) for each in callbacks)
     trainer = pl.Trainer(
-        strategy=RayDDPStrategy(find_unused_parameters="requires_grad" in program["hooks"]),
+        strategy=RayDDPStrategy(),
         plugins=[RayLightningEnvironment()],
         accelerator="cpu",
         devices=1,
