@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -20,12 +19,23 @@ from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.foreign import loader_with
 from raysgd.train.elastic_state import ByReference, elastic
 from raysgd.train.generators import generator_states, set_generators
-from raysgd.train.lightning.foreign import FitState, continue_logs, replace_files, versions_of
+from raysgd.train.lightning.foreign import FitState, Logs, replace_files
 from raysgd.train.lightning.package import imported
 from raysgd.train.session_functions import Session
 
 COMMIT = "raysgd's last commit"  # Lightning shows it as the path of a checkpoint
 NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
+REFUSED = {  # callbacks, each with the reason and what to do instead
+    "StochasticWeightAveraging": (
+        "which Lightning resumes only between epochs",
+        "use EMAWeightAveraging (2.6 or newer)",
+    ),
+    "LearningRateFinder": ("which trains before the fit", "find the rate in a script of its own"),
+    "BatchSizeFinder": ("which trains before the fit", "find the size in a script of its own"),
+    "ModelPruning": ("which replaces parameters", "prune before or after the fit"),
+    "OnExceptionCheckpoint": ("which saves a file at each worker failure", "leave it out"),
+    "SpikeDetection": ("whose state Lightning cannot load", "look at the loss in a callback of your own"),
+}
 
 
 def refused(found: str, instead: str) -> ConfigError:
@@ -54,15 +64,18 @@ class Continuation:
         self.weight = 1.0  # of the mean loss of this rank's part of the batch
         self._loader: DividedLoader | None = None
         self._found: dict[str, Any] = {}  # the commit from which the fit has not resumed yet
-        self._rest = FitState(trainer)
-        self.saved: list[str] = []  # files of checkpoints, since the last commit
-        self._sanity_steps = trainer.num_sanity_val_steps
-        versions = trainer.strategy.broadcast(versions_of(trainer.loggers))
+        self._rest = FitState(trainer, says=session.rank_info.world_rank == 0 and session.attempt.number < 2)
+        self._logs = Logs(trainer.loggers)
+        versions = trainer.strategy.broadcast(self._logs.versions)
         self._state = elastic({"trainer": self, "workers": session.planned_ranks, "versions": versions})
-        continue_logs(trainer.loggers, self._state["versions"], self._found.get("step"))
+        resumes_at = self._found.get("rest", {}).get("step")
+        self._logs.resume(self._state["versions"], resumes_at, self._found.get("logged", []))
+        self._sanity_steps = trainer.num_sanity_val_steps
+        self.saved: list[str] = []  # files of checkpoints, since the last commit
         if self._found:
             trainer.ckpt_path, trainer.num_sanity_val_steps = COMMIT, 0
-            replace_files(trainer, self._found["saved"].content)
+            self.saved = self._found["saved"].content
+            replace_files(trainer, self.saved)
 
     # -- commits ----------------------------------------------------------------------------------
 
@@ -74,23 +87,16 @@ class Continuation:
             self.trainer.save_checkpoint(COMMIT, weights_only=False)
         finally:
             self.committing = False
-        weights = dict(self._weights())
-        for name, value in self.checkpoint["state_dict"].items():
-            if name in weights and value.data_ptr() == weights[name].data_ptr():
-                self.checkpoint["state_dict"][name] = weights[name]  # one copy serves for both
-        checkpoint = {**self.checkpoint, "optimizer_states": [], "lr_schedulers": [], "loops": None}
-        self.saved = []
-        state = {"checkpoint": checkpoint, "weights": weights, "rest": self._rest.keep(), "step": self._rest.step}
-        measured: list[Any] = [self._rest.measured()]
+        kept = self._rest.keep(self.checkpoint["state_dict"])
+        measured: list[Any] = [(self._rest.measured(), [*self._logs.counts])]
         if self.rank_info.world_size > 1:  # a worker that fails takes its own along
             measured *= self.rank_info.world_size
             dist.all_gather_object(measured, measured[0])
-        return {**state, "random": generator_states(), "saved": ByReference(self.saved), "measured": measured}
-
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        module = self.trainer.lightning_module
-        for name, each in [*module.named_parameters(), *module.named_buffers()]:
-            yield name, each.detach()
+        self.saved = []
+        checkpoint = {**self.checkpoint, "optimizer_states": [], "lr_schedulers": [], "loops": None}
+        found = {"checkpoint": checkpoint, "rest": kept, "logged": measured[0][1]}
+        found["measured"] = [each for each, _ in measured]
+        return {**found, "saved": ByReference(self.saved), "random": generator_states()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._found = state
@@ -101,20 +107,21 @@ class Continuation:
             return None
         if self.trainer.training:
             self.trainer.ckpt_path = None
-        checkpoint: dict[str, Any] = copy.deepcopy(self._found["checkpoint"])
-        return checkpoint
+        return copy.deepcopy(self._found["checkpoint"])  # type: ignore[no-any-return]
 
-    def put_back(self, *, at_batch: bool) -> bool:
-        """Put the objects into the state of the commit, if the fit resumes from one. Lightning's
-        own resume leaves out what hooks have set."""
-        if not self._found:
-            return False
-        with torch.no_grad():
-            for name, value in self._weights():
-                value.copy_(self._found["weights"][name])
-        self._rest.put_back(self._found["rest"], at_batch=at_batch)
-        self._rest.share_measured(self._found["measured"], first=self.rank_info.world_rank == 0)
-        return True
+    def begin(self) -> bool:
+        """Begin in the epoch of the commit, if the fit resumes from one."""
+        if self._found:
+            self._rest.begin_in_epoch(self._found["rest"]["epoch"])
+        return bool(self._found)
+
+    def put_back(self) -> None:
+        """Put the objects into the state of the commit, if the fit resumes from one: Lightning's
+        own resume leaves out what hooks have set. This is done at the first batch, because hooks
+        of the fit's start act on new objects in each attempt."""
+        if self._found:
+            self._rest.put_back(self._found["rest"])
+            self._rest.share_measured(self._found["measured"], first=self.rank_info.world_rank == 0)
 
     # -- the fit ----------------------------------------------------------------------------------
 
@@ -130,11 +137,14 @@ class Continuation:
         known = {id(each) for each in module.parameters()}
         if any(id(each) not in known for each in self._stepped_parameters()):
             raise refused("an optimizer of parameters that are not the module's", "make them a part of the module")
-        if any(isinstance(each, imported(".callbacks").StochasticWeightAveraging) for each in self.trainer.callbacks):
-            raise refused(
-                "StochasticWeightAveraging, which Lightning resumes only between epochs",
-                "use EMAWeightAveraging (2.6 or newer)",
-            )
+        for each in self.trainer.callbacks:
+            for name, (reason, instead) in REFUSED.items():
+                if isinstance(each, getattr(imported(".callbacks"), name, ())):
+                    raise refused(f"{name}, {reason}", instead)
+            if getattr(each, "save_on_exception", False):
+                raise refused("ModelCheckpoint(save_on_exception=True)", "leave that out: a failure is no exception")
+        if not isinstance(self.trainer.val_check_interval, (int, float)):
+            raise refused("val_check_interval as a time", "give a number of batches, or a part of an epoch")
 
     def _stepped_parameters(self) -> list[Any]:
         groups = [group for each in self.trainer.optimizers for group in each.param_groups]
@@ -201,7 +211,7 @@ class DividedLoader:
         return math.floor(steps) if self.loader.drop_last else math.ceil(steps)
 
     def __iter__(self) -> Iterator[Any]:
-        self._fit.put_back(at_batch=True)
+        self._fit.put_back()
         order, first = list(self.sampler), self._fit.trainer.fit_loop.batch_idx + 1
         steps = [order[step * self._size : (step + 1) * self._size] for step in range(first, len(self))]
         shares = [share(samples, self._fit.rank_info) for samples in steps]

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchmetrics import Metric
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Metric
 
-from raysgd.errors import ConfigError
 from raysgd.train.lightning.package import imported
 from raysgd.workers.serialization import pickler_class
 
@@ -28,7 +27,7 @@ STATE = {
     "trainer": "should_stop accumulate_grad_batches gradient_clip_val gradient_clip_algorithm check_val_every_n_epoch "
     "val_check_batch log_every_n_steps limit_val_batches",
     "metrics": "_progress_bar_metrics _logged_metrics _callback_metrics _current_fx _first_loop_iter",
-    "fit": "epoch_progress min_epochs max_epochs",
+    "fit": "epoch_progress min_epochs max_epochs _restarting _restart_stage",
     "epoch": "batch_progress scheduler_progress min_steps max_steps _results _batches_that_stepped _skip_next_val",
     "steps": "optim_progress _skip_backward",
     "validation": "batch_progress _has_run",
@@ -51,22 +50,43 @@ class FitState:
     Objects of the fit have names, by which another process finds its own.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, *, says: bool) -> None:
+        self._trainer, self._says = trainer, says
         self._standard = {*vars(imported("").LightningModule())} - {"training", "_hparams"}
         classes = [getattr(imported(".callbacks"), name, None) for name in ALREADY_KEPT.split()]
         self._complete = tuple(each for each in classes if each is not None)
         self._not_copied: set[tuple[str, str]] = set()
 
-    def keep(self) -> tuple[bytes, list[torch.Tensor]]:
-        """Pickle all attributes. Tensors are beside them, and not copied."""
+    def keep(self, in_checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Pickle all attributes. Tensors are beside them, and not copied: those that a checkpoint
+        has are the same objects in it."""
+        weights = dict(self._weights())
+        for name, value in in_checkpoint.items():
+            if name in weights and value.data_ptr() == weights[name].data_ptr():
+                in_checkpoint[name] = weights[name]
         named = {id(each): name for name, each in self._named() if each is not None}
         content = {name: dict(held) for name, held in self._attributes()}
         try:
-            return _dumps(content, named)
+            pickled = _dumps(content, named)
         except Exception:
             self._leave_out(content, named)
-            return _dumps(content, named)
+            pickled = _dumps(content, named)
+        fit = self._trainer.fit_loop
+        counted = {"epoch": fit.epoch_progress.state_dict(), "step": fit.epoch_loop._batches_that_stepped}
+        return {"weights": weights, "pickled": pickled, **counted}
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for prefix, module in self._modules():
+            for name, each in [*module.named_parameters(prefix), *module.named_buffers(prefix)]:
+                yield name, each.detach()
+
+    def _modules(self) -> Iterator[tuple[str, Any]]:
+        """The module, and the averages of it that a callback of Lightning has made before the fit."""
+        yield "", self._trainer.lightning_module
+        for number, each in enumerate(self._trainer.callbacks):
+            if isinstance(each, self._complete):
+                held = vars(each).items()
+                yield from ((f"{number} {name}", value) for name, value in held if isinstance(value, torch.nn.Module))
 
     def _leave_out(self, content: dict[str, dict[str, Any]], named: dict[int, str]) -> None:
         """Take out the attributes that cannot be pickled, and name those of the user's classes."""
@@ -79,23 +99,32 @@ class FitState:
                     self._not_copied.add((name, attribute))
                 except Exception:
                     kind = type(dict(self._named())[name])
-                    if (name, attribute) not in self._not_copied and not kind.__module__.startswith(OTHERS):
+                    if self._says and not kind.__module__.startswith(OTHERS):
                         logger.warning(NOT_COPIED, f"{kind.__name__}.{attribute} ({type(held[attribute]).__name__})")
                     del held[attribute]
                     self._not_copied.add((name, attribute))
 
-    def put_back(self, kept: tuple[bytes, list[torch.Tensor]], *, at_batch: bool) -> None:
-        """Put the attributes into the objects. Before the hooks that begin a fit, those of the
-        Trainer stay, because callbacks check and set them."""
+    def begin_in_epoch(self, epoch: Any) -> None:
+        """Let the fit begin within the epoch of this progress, so that no hook of its start is
+        called again. The batch at which it begins is the loader's, which comes with its state."""
+        fit = self._trainer.fit_loop
+        fit.epoch_progress.load_state_dict(epoch)
+        fit._restarting = True
+
+    def put_back(self, kept: dict[str, Any]) -> None:
+        """Put weights and attributes into the objects."""
+        with torch.no_grad():
+            for name, value in self._weights():
+                value.copy_(kept["weights"][name])
         named = dict(self._named())
-        for name, held in _Unpickler(kept, named, self._trainer.strategy.root_device).load().items():
+        for name, held in _Unpickler(kept["pickled"], named, self._trainer.strategy.root_device).load().items():
             live = named.get(name)
             if name == "parameters":
                 for each, requires_grad in held.items():
                     named[each].requires_grad_(requires_grad)
             elif name.startswith("scheduler"):
                 live.load_state_dict(held)
-            elif live is not None and (at_batch or name != "trainer"):  # the fetcher is made later
+            else:
                 for attribute, value in held.items():
                     _put_back(vars(live), attribute, value)
 
@@ -133,11 +162,6 @@ class FitState:
                 setattr(each, state, total if first or not alone else torch.zeros_like(total))
             each._computed = None
 
-    @property
-    def step(self) -> int:
-        """The number that loggers get with the values of the next step."""
-        return int(self._trainer.fit_loop.epoch_loop._batches_that_stepped)
-
     # -- the objects ------------------------------------------------------------------------------
 
     def _named(self) -> Iterator[tuple[str, Any]]:
@@ -149,6 +173,7 @@ class FitState:
         yield from {"steps": epoch.automatic_optimization, "validation": epoch.val_loop}.items()
         yield from {"fetcher": fit._data_fetcher, "strategy": trainer.strategy, "data": trainer.datamodule}.items()
         yield "precision", trainer.precision_plugin
+        yield "dataset", trainer.train_dataloader.dataset
         yield from ((f"callback {number}", each) for number, each in enumerate(trainer.callbacks))
         yield from ((f"logger {number}", each) for number, each in enumerate(trainer.loggers))
         yield from ((f"optimizer {number}", each) for number, each in enumerate(trainer.optimizers))
@@ -168,6 +193,8 @@ class FitState:
                 held = {each: value for each, value in _state_of(live).items() if each not in self._standard}
             elif kind == "callback" and not isinstance(live, self._complete):
                 held = {each: value for each, value in _state_of(live).items() if each not in NOT_KEPT}
+            elif kind == "dataset" and hasattr(live, "__dict__"):
+                held = {each: value for each, value in vars(live).items() if isinstance(value, (int, float, str))}
             elif kind == "optimizer":
                 held = {each: vars(live)[each] for each in vars(live) if not each.startswith("_") and each != "step"}
             elif kind == "scheduler":
@@ -252,31 +279,46 @@ class _Unpickler(pickle.Unpickler):
 # -- files that a fit writes ------------------------------------------------------------------------
 
 
-def _with_versions(loggers: list[Any]) -> list[Any]:
-    kinds = imported(".loggers")
-    return [each for each in loggers if isinstance(each, (kinds.CSVLogger, kinds.TensorBoardLogger))]
+class Logs:
+    """The loggers of a fit that write into a folder with a version: they continue in that of the
+    first attempt. Counts what each has logged."""
 
+    def __init__(self, loggers: list[Any]) -> None:
+        kinds = imported(".loggers")
+        self._loggers = [each for each in loggers if isinstance(each, (kinds.CSVLogger, kinds.TensorBoardLogger))]
+        self.versions = [each.version for each in self._loggers]
+        self.counts = [0] * len(self._loggers)
+        for number, each in enumerate(self._loggers):
+            each.log_metrics = self._counted(number, each.log_metrics)
 
-def versions_of(loggers: list[Any]) -> list[Any]:
-    """The versions of the loggers that name their folders by one."""
-    return [each.version for each in _with_versions(loggers)]
+    def _counted(self, number: int, log: Any) -> Any:
+        def log_metrics(*args: Any, **kwargs: Any) -> None:
+            self.counts[number] += 1
+            log(*args, **kwargs)
 
+        return log_metrics
 
-def continue_logs(loggers: list[Any], versions: list[Any], step: int | None) -> None:
-    """Let these loggers continue in the folders of the first attempt. If the fit resumes at a
-    `step`, what they had logged from there on is removed: it is logged again."""
-    for each, version in zip(_with_versions(loggers), versions, strict=True):
-        each._version = version
-        if step is not None and isinstance(each, imported(".loggers").TensorBoardLogger):
-            each._kwargs["purge_step"] = step
-        elif step is not None and imported(".utilities").rank_zero_only.rank == 0:
-            path = str(Path(each.log_dir, "metrics.csv"))
-            if each._fs.isfile(path):
-                with each._fs.open(path, "r", newline="") as file:
-                    rows = [row for row in csv.DictReader(file) if int(row["step"]) < step]
-                writer = each.experiment  # removes the file
-                writer.metrics = rows
-                writer.save()
+    def resume(self, versions: list[Any], step: int | None, counts: list[int]) -> None:
+        """Continue in these folders. If the fit resumes at a `step`, what was logged from there on
+        is removed: it is logged again."""
+        for number, (each, version) in enumerate(zip(self._loggers, versions, strict=True)):
+            each._version = version
+            if step is None:
+                continue
+            self.counts[number] = counts[number]
+            if isinstance(each, imported(".loggers").TensorBoardLogger):
+                each._kwargs["purge_step"] = step
+            elif imported(".utilities").rank_zero_only.rank == 0:
+                self._remove_rows(each, counts[number])
+
+    def _remove_rows(self, logger: Any, count: int) -> None:
+        path = str(Path(logger.log_dir, "metrics.csv"))
+        if logger._fs.isfile(path):
+            with logger._fs.open(path, "r", newline="") as file:
+                rows = [*csv.DictReader(file)][:count]
+            writer = logger.experiment  # removes the file
+            writer.metrics = rows
+            writer.save()
 
 
 def replace_files(trainer: Any, paths: list[str]) -> None:

@@ -120,7 +120,7 @@ class RayDDPStrategy(_OnWorkers, strategies.DDPStrategy):  # type: ignore[misc]
         return super().load_checkpoint(checkpoint_path, *args, **kwargs) if found is None else found
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        if self.continuation is None or not self.continuation.put_back(at_batch=False):
+        if self.continuation is None or not self.continuation.begin():
             super().load_optimizer_state_dict(checkpoint)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:

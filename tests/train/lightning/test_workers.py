@@ -22,6 +22,7 @@ from raysgd import ElasticConfig, train
 from raysgd.train import Trainer
 from tests.faults import kill_after
 from tests.train.lightning.fits import assert_equal, fit
+from tests.train.lightning.programs import distance, fit_with_kills
 
 pytestmark = pytest.mark.elastic
 WORKERS = 3
@@ -29,7 +30,7 @@ WORKERS = 3
 
 def imports_of_a_fit() -> None:
     """Import what a fit needs before a replacement joins, because the others would wait for that."""
-    import tests.train.lightning.fits  # noqa: F401
+    import tests.train.lightning.programs  # noqa: F401
 
 
 def until_complete() -> int:
@@ -165,6 +166,40 @@ def test_a_preemption_notice_reaches_raysgd(shared: Run) -> None:
     found = shared.fit({**settings, "signal": signal.SIGTERM}, (1, 5, "forward"))
     assert_equal(found, undisturbed)
     assert "preempt" in shared.recoveries[0].reason
+
+
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "ReduceLROnPlateau": {"scheduler": "ReduceLROnPlateau of val_loss"},
+    "ReduceLROnPlateau of a mean over the epoch": {"scheduler": "ReduceLROnPlateau of train_loss"},
+    "ReduceLROnPlateau of steps": {
+        "scheduler": "ReduceLROnPlateau of steps",
+        "trainer": ["validation within the epoch"],
+    },
+    "BackboneFinetuning": {"callbacks": ["BackboneFinetuning"], "hooks": ["metric"]},
+    "GradientAccumulationScheduler": {"callbacks": ["GradientAccumulationScheduler"]},
+    "files": {"callbacks": ["ModelCheckpoint of steps", "ModelCheckpoint, last"]},
+}
+USUAL = {"trainer": [], "callbacks": [], "hooks": [], "scheduler": "none", "optimizer": "AdamW", "dropout": 0.0}
+USUAL |= {"size": 96, "every": 1, "counting": "last", "log_every": 1}
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_a_program_has_the_numbers_of_an_undisturbed_one(shared: Run, case: str, tmp_path: Path) -> None:
+    """With one worker that is killed, and with two, one after the other. Layers that are unfrozen are averaged, so all ranks end with
+    the same."""
+    program = {**USUAL, **PROGRAMS[case]}
+    results = []
+    for name, kills in {"none": [], "one": [(1, 100)], "two": [(2, 60), (0, 40)]}.items():
+        (tmp_path / name / "fit").mkdir(parents=True)
+        shared.complete()
+        found = shared.trainer.run(fit_with_kills, {"program": program, "folder": str(tmp_path / name), "kills": kills})
+        assert len([*(tmp_path / name).glob("killed-*")]) == len(kills)
+        assert all(distance(each["weights"], found[0]["weights"]) == 0.0 for each in found[1:])
+        results.append(found[0])
+    names = results[0].keys() - {"others", "calls", "seen", "mean"}  # a validation's batches depend on the workers
+    distances = {name: max(distance(each[name], results[0][name]) for each in results[1:]) for name in names}
+    assert {name: value for name, value in distances.items() if value > 2e-6} == {}
 
 
 @pytest.mark.parametrize(
