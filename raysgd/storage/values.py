@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from raysgd.core.metrics import plain
 from raysgd.errors import CheckpointError
 
 HEAD, OBJECTS = "state.json", "objects.pkl"
@@ -91,15 +92,16 @@ def load(data: Any, *, trusted: bool = False) -> Any:
         raise CheckpointError(f"it cannot be read ({str(error) or type(error).__name__})") from error
 
 
-def plain_values(data: Any) -> dict[str, Any]:
-    """The plain values of a stored dictionary, and `...` for all others."""
+def plain_values(data: Any, number: str | None = None) -> dict[str, Any]:
+    """The plain values of a stored dictionary, and `...` for all others. Of arrays and tensors, only
+    the one under the name `number` is read, if it has one element."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        pairs = json.loads(archive.read(HEAD))["items"]
         found: dict[str, Any] = {}
-        for key, value in pairs:
-            if isinstance(value, dict) and value.get("#") == "array" and value.get("scalar"):
-                at = value["at"]
-                value = _typed(_array(archive.read(f"{at}.npy"), at), value)[()]
+        for key, value in json.loads(archive.read(HEAD))["items"]:
+            is_entry = isinstance(value, dict) and value.get("#") in ("array", "tensor")
+            if is_entry and key == number and math.prod(value["shape"]) == 1:
+                array = _array(archive.read(f"{value['at']}.npy"), value["at"])
+                value = plain(_Decoder([array]).decoded({**value, "at": 0}, 0))
             found[str(key)] = ... if isinstance(value, (dict, list)) else value
         return found
 

@@ -129,7 +129,8 @@ class CheckpointManager:
         if is_directory(payload):
             content = {}
         elif values.is_stored(payload):
-            content = values.plain_values(payload)  # without the weights, which would be read to rank it by one number
+            # without the weights, which would be read to rank it by one number
+            content = values.plain_values(payload, self.strategy.checkpoint_score_attribute)
         else:  # of Ray Train 1.x
             content = Checkpoint.from_bytes(payload, trusted=True).to_dict()
         return self.strategy.score(content, metrics)

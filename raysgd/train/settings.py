@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from raysgd.callbacks.early_stopping import warn_of_mode
 from raysgd.config import ElasticConfig, WorkerResources, check_flags, object_of, one_of
+from raysgd.core.metrics import plain
 from raysgd.errors import ConfigError, suggesting_fields
 from raysgd.storage.masking import mask
 
@@ -173,7 +174,7 @@ class CheckpointConfig:
         """Compute a score of which larger is better, in either order. NaN is the worst."""
         name = self.checkpoint_score_attribute
         assert name is not None, "the manager scores by time itself"
-        found = checkpoint.get(name, metrics.get(name))
+        found = plain(checkpoint.get(name, metrics.get(name)))  # a number may be a tensor of one element
         if not isinstance(found, Real) or isinstance(found, bool):
             names = sorted({*checkpoint, *metrics})
             raise ConfigError(

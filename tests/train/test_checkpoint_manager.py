@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from raysgd.train import Checkpoint, CheckpointConfig, CheckpointStrategy
 from raysgd.train.checkpoint_manager import CheckpointManager
@@ -104,12 +105,33 @@ class Unread:
         return pytest.fail, ("the checkpoint was read to rank it",)
 
 
-@pytest.mark.parametrize("kind", [float, np.float64, np.float32])
-def test_a_checkpoint_is_ranked_without_reading_its_weights(tmp_path: Path, kind: Any) -> None:
+NUMBERS: dict[str, Any] = {
+    "float": float,
+    "NumPy's float64": np.float64,
+    "NumPy's float32": np.float32,
+    "an array without dimensions": np.array,
+    "a tensor without dimensions": torch.tensor,
+    "a tensor of one element": lambda loss: torch.tensor([loss]),
+    "bfloat16": lambda loss: torch.tensor(loss, dtype=torch.bfloat16),
+    "a parameter": lambda loss: torch.nn.Parameter(torch.tensor(loss)),
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("reported", [False, True], ids=["in the checkpoint", "in the metrics"])
+def test_a_checkpoint_is_ranked_without_reading_its_weights(tmp_path: Path, kind: str, reported: bool) -> None:
     made = CheckpointManager(tmp_path, CheckpointStrategy(num_to_keep=1, checkpoint_score_attribute="loss"))
     for loss in (1.5, 3.5, 2.5):
-        add(made, stored({"model": Unread(), "weights": np.zeros(5), "loss": kind(loss)}), {})
+        score, own = {"loss": NUMBERS[kind](loss)}, {"model": Unread(), "weights": np.zeros(5)}
+        add(made, stored(own if reported else {**own, **score}), score if reported else {})
     assert on_disk(tmp_path) == ["000002"]
+
+
+def test_a_score_that_shares_its_memory_with_others_ranks_a_checkpoint(tmp_path: Path) -> None:
+    made, losses = manager_of(tmp_path, num_to_keep=1, checkpoint_score_attribute="loss"), torch.tensor([2.5, 1.5])
+    for number in range(2):
+        add(made, stored({"losses": losses, "loss": losses[number]}), {})
+    assert on_disk(tmp_path) == ["000001"]
 
 
 @pytest.mark.parametrize("content", [{}, {"loss": [1.0]}, {"loss": None}])
