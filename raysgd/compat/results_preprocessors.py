@@ -3,13 +3,17 @@ attribute `results_preprocessor` handles the rows that it returns. Driver."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
-from math import isnan
+from math import isnan, nan
 from typing import Any
 
-from raysgd.core.metrics import plain
+import numpy as np
+
+logger = logging.getLogger("raysgd")
 
 Rows = list[dict[str, Any]]
+VALID = (int, float, np.float32, np.int32, np.int64)  # as in Ray: a float64 of NumPy is a float
 
 
 class ResultsPreprocessor:
@@ -54,26 +58,44 @@ class IndexedResultsPreprocessor(ResultsPreprocessor):
 
 class AverageResultsPreprocessor(ResultsPreprocessor):
     """Adds the workers' mean of each of `keys`, by default of all, to all rows, as `avg(KEY)`. NaN
-    and values that are not numbers are left out."""
+    and values that are not numbers are left out. A key that no worker reports as a number is not
+    added, which is logged once."""
 
-    name, weight_key = "avg", ""
+    name, empty = "avg", nan  # of the added keys; the mean of no number
 
     def __init__(self, keys: Sequence[str] | None = None) -> None:
-        self.keys = keys
+        self.keys, self._logged = keys, set[str | None]()
 
     def preprocess(self, results: Rows) -> Rows:
-        added, weights = {}, [_number(row.get(self.weight_key)) for row in results]
-        if all(map(isnan, weights)):
-            weights = [1.0] * len(results)
+        if not results:
+            return results
+        added, weights = {}, self.weights(results)
         for key in self.keys or dict.fromkeys(key for row in results for key in row):
-            pairs = [(_number(row.get(key)), weight) for row, weight in zip(results, weights, strict=True)]
-            if numbers := [pair for pair in pairs if not isnan(sum(pair))]:
-                added[f"{self.name}({key})"] = self.of(numbers)
+            name = f"{self.name}({key})"
+            values = self.numbers(key, results, f"{name} is not in the results")
+            pairs = [pair for pair in zip(values, weights, strict=False) if not isnan(sum(pair))]
+            added |= {name: self.of(pairs)} if values else {}
         return [{**row, **added} for row in results]
+
+    def weights(self, results: Rows) -> list[float]:
+        """Find the weight of each row."""
+        return [1.0] * len(results)
+
+    def numbers(self, key: str | None, results: Rows, otherwise: str) -> list[float]:
+        """Find the number of each row under this key, NaN in rows that have none. If no row has one,
+        return no numbers, and log what is done `otherwise`, once for each key."""
+        found = [float(row[key]) if isinstance(row.get(key), VALID) else nan for row in results]
+        if any(isinstance(row.get(key), VALID) for row in results):
+            return found
+        if key not in self._logged:
+            self._logged.add(key)
+            logger.warning("no worker has reported a number as %r, so %s. Report an int or a float", key, otherwise)
+        return []
 
     def of(self, pairs: list[tuple[float, float]]) -> float:
         """Compute the number for these values and their weights."""
-        return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
+        total = sum(weight for _, weight in pairs)
+        return sum(value * weight for value, weight in pairs) / total if total else self.empty
 
 
 class MaxResultsPreprocessor(AverageResultsPreprocessor):
@@ -82,18 +104,18 @@ class MaxResultsPreprocessor(AverageResultsPreprocessor):
     name = "max"
 
     def of(self, pairs: list[tuple[float, float]]) -> float:
-        return max(value for value, _ in pairs)
+        return max((value for value, _ in pairs), default=nan)
 
 
 class WeightedAverageResultsPreprocessor(AverageResultsPreprocessor):
     """Adds the mean weighted by what the workers report as `weight_key`, if they do, as
-    `weight_avg_WEIGHT_KEY(KEY)`."""
+    `weight_avg_WEIGHT_KEY(KEY)`. It is 0.0 if the weights are."""
 
-    def __init__(self, keys: Sequence[str] | None = None, weight_key: str = "") -> None:
+    empty = 0.0
+
+    def __init__(self, keys: Sequence[str] | None = None, weight_key: str | None = None) -> None:
         super().__init__(keys)
         self.weight_key, self.name = weight_key, f"weight_avg_{weight_key}"
 
-
-def _number(value: Any) -> float:
-    found = plain(value)
-    return float(found) if isinstance(found, (int, float)) else float("nan")
+    def weights(self, results: Rows) -> list[float]:
+        return self.numbers(self.weight_key, results, "all workers have equal weights") or super().weights(results)

@@ -59,7 +59,7 @@ class WorkerGroup:
                                      `execute_object`
     actor_cls_args                   the positional arguments for it
     actor_cls_kwargs                 the keyword arguments for it
-    placement_group                  a placement group of Ray in which the workers run
+    placement_group                  none: raysgd requests the resources of each worker separately
     """
 
     def __init__(

@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from raysgd import CheckpointError
 from raysgd.train import Checkpoint, CheckpointStrategy, DataParallelTrainer, RunConfig, TorchConfig, Trainer
@@ -45,14 +47,46 @@ NAN = float("nan")
         ("Max", {"keys": ["loss"]}, {"max(loss)": 2.0}),
         ("WeightedAverage", {"keys": ["loss"], "weight_key": "rows"}, {"weight_avg_rows(loss)": 1.25}),
         ("WeightedAverage", {"keys": ["loss"], "weight_key": "name"}, {"weight_avg_name(loss)": 1.5}),
+        ("WeightedAverage", {"keys": ["loss"]}, {"weight_avg_None(loss)": 1.5}),
+        ("WeightedAverage", {"keys": ["loss"], "weight_key": "zero"}, {"weight_avg_zero(loss)": 0.0}),
+        ("Average", {"keys": ["tensor", "half"]}, {}),
+        ("Average", {"keys": ["nan"]}, {"avg(nan)": NAN}),
+        ("Max", {"keys": ["nan"]}, {"max(nan)": NAN}),
+        ("WeightedAverage", {"keys": ["nan"], "weight_key": "rows"}, {"weight_avg_rows(nan)": 0.0}),
     ],
 )
 def test_results_preprocessors_add_numbers_of_all_workers(kind: str, arguments: Any, added: Any) -> None:
     """With the keys and the values of Ray 1.13, which leaves out NaN and values that are not numbers."""
     module = importlib.import_module("raysgd.train.callbacks.results_preprocessors")
-    rows = [{"loss": 1.0, "rows": 6}, {"loss": 2.0, "rows": 2}, {"loss": NAN, "name": "c"}]
+    rows: list[dict[str, Any]] = [{"loss": 1.0, "rows": 6}, {"loss": 2.0, "rows": 2}, {"loss": NAN, "name": "c"}]
+    if "keys" in arguments:
+        own = {"zero": 0, "nan": NAN, "tensor": torch.ones(1), "half": np.float16(1.0)}
+        rows = [{**row, **own} for row in rows]
     changed = getattr(module, f"{kind}ResultsPreprocessor")(**arguments).preprocess(rows)
-    assert [{key: row[key] for key in row.keys() - {"loss", "rows", "name"}} for row in changed] == [added] * 3
+    new = [{key: row[key] for key in row.keys() - rows[0].keys() - {"name"}} for row in changed]
+    assert new == [pytest.approx(added, nan_ok=True)] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "named"),
+    [
+        ("Average", {"keys": ["loss", "other"]}, ["other"]),
+        ("Max", {}, ["name"]),
+        ("WeightedAverage", {"keys": ["loss", "name"], "weight_key": "rows"}, ["rows", "name"]),
+        ("WeightedAverage", {"keys": ["loss"], "weight_key": "name"}, ["name"]),
+        ("WeightedAverage", {"keys": ["loss"]}, [None]),
+        ("Average", {"keys": ["loss"]}, []),
+    ],
+)
+def test_results_preprocessors_name_what_no_worker_reports_as_a_number_once(
+    kind: str, arguments: Any, named: list[str | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    module = importlib.import_module("raysgd.train.callbacks.results_preprocessors")
+    made = getattr(module, f"{kind}ResultsPreprocessor")(**arguments)
+    for _ in range(2):
+        made.preprocess([{"loss": 1.0, "name": "a"}, {"loss": 2.0}])
+    made.preprocess([])
+    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == named
 
 
 def test_results_preprocessors_select_and_follow_each_other() -> None:
