@@ -58,18 +58,16 @@ class IndexedResultsPreprocessor(ResultsPreprocessor):
 
 class AverageResultsPreprocessor(ResultsPreprocessor):
     """Adds the workers' mean of each of `keys`, by default of all, to all rows, as `avg(KEY)`. NaN
-    and values that are not numbers are left out. A key that no worker reports as a number is not
-    added, which is logged once."""
+    and values that are not numbers are left out."""
 
     name, empty = "avg", nan  # of the added keys; the mean of no number
 
     def __init__(self, keys: Sequence[str] | None = None) -> None:
-        self.keys, self._logged = keys, set[str | None]()
+        self.keys, self._logged = keys, set[Any]()
 
     def preprocess(self, results: Rows) -> Rows:
-        if not results:
-            return results
-        added, weights = {}, self.weights(results)
+        added: dict[str, float] = {}
+        weights = self.weights(results)
         for key in self.keys or dict.fromkeys(key for row in results for key in row):
             name = f"{self.name}({key})"
             values = self.numbers(key, results, f"{name} is not in the results")
@@ -81,12 +79,11 @@ class AverageResultsPreprocessor(ResultsPreprocessor):
         """Find the weight of each row."""
         return [1.0] * len(results)
 
-    def numbers(self, key: str | None, results: Rows, otherwise: str) -> list[float]:
-        """Find the number of each row under this key, NaN in rows that have none. If no row has one,
-        return no numbers, and log what is done `otherwise`, once for each key."""
-        found = [float(row[key]) if isinstance(row.get(key), VALID) else nan for row in results]
+    def numbers(self, key: Any, results: Rows, otherwise: str) -> list[float]:
+        """Find each row's number with this key, or NaN. If no row has one, return nothing, and log what
+        is done `otherwise`, once."""
         if any(isinstance(row.get(key), VALID) for row in results):
-            return found
+            return [float(row[key]) if isinstance(row.get(key), VALID) else nan for row in results]
         if key not in self._logged:
             self._logged.add(key)
             logger.warning("no worker has reported a number as %r, so %s. Report an int or a float", key, otherwise)

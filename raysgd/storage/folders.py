@@ -247,8 +247,9 @@ def copy(source: Path, target: Path) -> dict[str, FileEntry]:
 # -- tar archives -------------------------------------------------------------------------------------
 
 
-def pack(folder: Path) -> bytes:
-    """Pack the verified files of a folder as a tar archive that ends with their list."""
+def pack(folder: Path, added: Mapping[str, bytes] = {}) -> bytes:
+    """Pack the verified files of a folder, and the `added` ones, as a tar archive that ends with
+    their list."""
     listed, entries, stream = read_list(folder), dict[str, FileEntry](), io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         # "." shows that even an empty folder is an archive.
@@ -262,10 +263,20 @@ def pack(folder: Path) -> bytes:
             content = read_plain(each.path)
             entries[each.name] = entry_of_bytes(content)
             check_entry(folder, each.name, entries[each.name], listed)
-            _add(archive, member, content)
+            if each.name not in added:
+                _add(archive, member, content)
+        for name, content in added.items():
+            entries[name] = entry_of_bytes(content)
+            _add(archive, tarfile.TarInfo(name), content)
         check_list(folder, entries, listed)
         _add(archive, tarfile.TarInfo(MARKER), dump_list(entries))
     return stream.getvalue()
+
+
+def member_of(data: bytes, name: str) -> bytes | None:
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+        found = archive.extractfile(name) if name in archive.getnames() else None
+        return None if found is None else found.read()
 
 
 def _add(archive: tarfile.TarFile, member: tarfile.TarInfo, content: bytes) -> None:

@@ -45,6 +45,7 @@ class Checkpoint:
     _place: Place | None
     _data: dict[str, Any] | None
     _trusted: bool
+    _added: Mapping[str, bytes] = {}  # files that are packed with those of a folder
 
     def __init__(self, path: str | Path | Uri, *, trusted: bool = False) -> None:
         self._place, self._data, self._trusted = locations.usable_place(path), None, trusted
@@ -105,7 +106,7 @@ class Checkpoint:
             data, where = locations.read(self._stored()), self._stored()
             return data if _is_whole(data, where) else bytes(values.dump(self.to_dict(), dumps=dumps))
         with self._folder() as folder:
-            return folders.pack(folder)
+            return folders.pack(folder, self._added)
 
     def checked_bytes(self, *, dumps: Dumps = pickle.dumps, users_files: bool = False) -> bytes:
         """Make these bytes for receivers that trust them, or raise an error here."""

@@ -7,8 +7,8 @@ import logging
 import pickle
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from raysgd.core.tree import mapped
 from raysgd.errors import ConfigError
@@ -32,16 +32,30 @@ class ByReference:
         return self
 
 
+class Kept(NamedTuple):
+    """What a rank continues from. It is replaced as a whole, because a signal can come between two
+    assignments: ranks with the same `number`, of commits and checkpoints, have the same `content`,
+    which is None at first. `reports`: how many rounds of them the run had before it."""
+
+    content: dict[str, Any] | None = None
+    reports: int = 0
+    number: int = 0
+    passes: Mapping[str, int] = {}
+
+
 @dataclass
 class Commit:
-    """The last commit of one rank, which its replica owns. Replacement workers receive it: its
-    content, and how many rounds of reports the run had before it."""
+    """The last commit of one rank, which its replica owns. Replacement workers receive it."""
 
-    kept: tuple[dict[str, Any] | None, int] = (None, 0)  # together, because a signal can come between two assignments
+    kept: Kept = field(default_factory=Kept)
+
+    def count(self) -> None:
+        """Count a checkpoint, after which a function can continue with other workers, too."""
+        self.kept = self.kept._replace(number=self.kept.number + 1)
 
     def settle(self) -> None:
         """Copy what is kept by reference. Called when the function has ended."""
-        mapped(_settle_leaf, self.kept[0])
+        mapped(_settle_leaf, self.kept.content)
 
 
 def elastic(state: Mapping[str, Any]) -> ElasticState:
@@ -81,14 +95,13 @@ class ElasticState:
         self._parts = {name: _unwrap(part) for name, part in parts.items() if _has_state_dict(part)}
         self._values = {name: part for name, part in parts.items() if not _has_state_dict(part)}
         mapped(_refuse_value, self._values)
-        content, reports = self._commit.kept
         self._unread: list[str] = []  # counters that were restored, until one is read
-        if content is not None:
+        if self._commit.kept.content is not None:
             self.restore()
             self._unread = [f"state[{name!r}]" for name, value in self._values.items() if type(value) is int]
-            session.repeat_since(reports)
+            session.repeat_since(self._commit.kept.reports)
         else:
-            self._keep()
+            self._keep(self._copy_state(), new=0)
 
     def __getitem__(self, name: str) -> Any:
         self._unread = []
@@ -106,27 +119,28 @@ class ElasticState:
         if self._unread and self._session.rank_info.world_rank == 0:
             logger.warning(NOT_READ, " or ".join(self._unread))
         self._unread = []
-        self._keep()
+        self._keep(self._copy_state())
         self._session.at_boundary()
 
     def commit_step(self) -> None:
         """Commit in `optimizer.step()`, before which the gradients were known to be whole."""
-        self._commit.kept = self._copy_state(), self._session.note_commit()
+        self._keep(self._copy_state(), known_whole=True)
         self._session.at_boundary()
 
     def keep_again(self) -> None:
         """Keep the last commit with the objects that have its content now. What the function has
         reported after it is still repeated."""
-        self._commit.kept = self._copy_state(), self._commit.kept[1]
+        self._commit.kept = self._commit.kept._replace(content=self._copy_state())
 
-    def _keep(self) -> None:
-        content = self._copy_state()
-        self._session.ensure_whole()
-        self._commit.kept = content, self._session.note_commit()
+    def _keep(self, content: Any, reports: int | None = None, *, new: int = 1, known_whole: bool = False) -> None:
+        if not known_whole:
+            self._session.ensure_whole()
+        reports = self._session.note_commit() if reports is None else reports
+        self._commit.kept = Kept(content, reports, self._commit.kept.number + new, {**self._session.passes})
 
     def restore(self) -> None:
         """Restore the last commit, and discard what was done since then."""
-        content, _ = self._commit.kept
+        content = self._commit.kept.content
         assert content is not None
         if set(content) != {*self._parts, *self._values}:
             raise ConfigError(
@@ -142,14 +156,13 @@ class ElasticState:
         """Give rank 0's state to all ranks, with torch or Horovod, and commit it. After a failure
         this is not necessary, because the ranks have the same state then. If nothing has changed
         since the last commit, the function still repeats its reports since then."""
-        several, (before, reports) = self._session.rank_info.world_size > 1, self._commit.kept
+        several, before = self._session.rank_info.world_size > 1, self._commit.kept
         content = self._copy_state()
-        unchanged = _are_equal(content, before)
+        unchanged = _are_equal(content, before.content)
         if several:
             first = self._session.rank_info.world_rank == 0
             content, unchanged = pickle.loads(_broadcast_from_rank_0(_pack((content, unchanged)) if first else None))
-        self._session.ensure_whole()
-        self._commit.kept = content, reports if unchanged else self._session.note_commit()
+        self._keep(content, before.reports if unchanged else None)
         if several:
             self.restore()
         self._session.at_boundary()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -14,13 +14,17 @@ from torch.utils.data.distributed import DistributedSampler
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.torch.data.loading import LoaderIterator
-from raysgd.torch.data.prefetch import DeviceCarrier, make_carrier
+from raysgd.torch.data.prefetch import make_carrier
 from raysgd.torch.data.sampling import batches_per_epoch, is_planned
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import loader_with
 from raysgd.torch.parts import move
+from raysgd.train.session_functions import Session
+from raysgd.training.feed import Carrier
 from raysgd.training.seeding import derived_seed
 from raysgd.training.step import Drawn
+
+END = object()  # after the batches of a pass
 
 
 def distribute(loader: DataLoader[Any], rank_info: RankInfo) -> DataLoader[Any]:
@@ -51,30 +55,49 @@ def distribute(loader: DataLoader[Any], rank_info: RankInfo) -> DataLoader[Any]:
 
 
 class PreparedLoader:
-    """A loader whose batches are on the device. Each epoch has another order, even without calls of
-    `set_epoch`. If one of the loader's processes fails, the function runs again."""
+    """A loader whose batches are on the device. Each pass has another order, even without calls of
+    `set_epoch`, also if the function continues from a checkpoint or a commit: the numbers of the
+    passes are those of the run. If one of the loader's processes fails, the function runs again."""
 
-    def __init__(self, loader: DataLoader[Any], device: torch.device | None, *, ahead: bool = False) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], device: torch.device | None, session: Session, *, ahead: bool = False
+    ) -> None:
         """With `ahead`, a batch is sent to a GPU while the one before is used."""
-        self.loader = loader
-        make = functools.partial(make_carrier, channels_last=False) if ahead else DeviceCarrier
-        self._carrier = None if device is None else make(device)
-        self._epoch = 0
+        sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        self.loader, self._sampler = loader, sampler
+        self._carrier = Carrier() if device is None else make_carrier(device, channels_last=False, ahead=ahead)
+        draws = type(sampler).__module__ == "torch.utils.data.sampler" and hasattr(sampler, "generator")
+        self._counts = draws or getattr(sampler, "shuffle", False)
+        self._passes = session.passes if self._counts else {}
+        session.loaders.append(len(loader.dataset) if self._counts else -1)  # type: ignore[arg-type]
+        self._name = f"{session.loaders[-1]} rows, {session.loaders.count(session.loaders[-1])}"
+        self._next = self._passes.get(self._name, 0)
+        self._set = getattr(sampler, "epoch", 0) if self._next else 0  # by this class, in the sampler
+        # In a later attempt, the generator of a single worker would draw the orders of the first passes once more.
+        self._reseeds = draws and self._next > 0
+        self._seed = (getattr(sampler, "generator", None) or torch.default_generator).initial_seed()
 
     def __iter__(self) -> Iterator[Any]:
-        sampler = self.loader.sampler
+        sampler, ahead, sent = self._sampler, self._carrier.ahead, deque[Any]()
         if isinstance(sampler, DistributedSampler):
-            sampler.set_epoch(max(self._epoch, sampler.epoch))
-            self._epoch = sampler.epoch + 1
-        if self._carrier is None:
-            yield from LoaderIterator(self.loader)
-            return
-        sent: deque[Any] = deque()
-        for batch in LoaderIterator(self.loader):
-            sent.append(self._carrier.send(batch))
-            if len(sent) > self._carrier.ahead:
-                yield self._carrier.arrived(sent.popleft())
-        yield from map(self._carrier.arrived, sent)
+            if sampler.epoch == self._set:  # otherwise, the function has set another one
+                sampler.set_epoch(self._next)
+            self._next = self._set = sampler.epoch
+        elif self._reseeds:
+            sampler.generator = torch.Generator().manual_seed(derived_seed(self._seed, self._next))
+        self._passes[self._name], self._next = self._next, self._next + 1
+        batches = itertools.chain(LoaderIterator(self.loader), [END] * ahead)
+        last = len(self.loader) if self._counts else 0
+        try:
+            for number, batch in enumerate(batches, start=1 - ahead):
+                if batch is not END:
+                    sent.append(self._carrier.send(batch))
+                if number == last:  # a loop that counts its batches never asks for the end
+                    self._passes[self._name] = self._next
+                if number > 0:
+                    yield self._carrier.arrived(sent.popleft())
+        finally:
+            self._passes[self._name] = self._next
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -25,7 +25,7 @@ from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
-from raysgd.train.elastic_state import Commit
+from raysgd.train.elastic_state import Commit, Kept
 from raysgd.train.session_functions import Attempt, Codec, Session, Stopped, running
 
 logger = logging.getLogger("raysgd")
@@ -126,8 +126,8 @@ class FunctionReplicaFactory:
 
 
 class FunctionReplica:
-    """Owns the user's object, the last commit, and the number of steps: at each checkpoint and
-    commit the function can continue with other workers."""
+    """Owns the user's object and the last commit. At each commit and checkpoint, which are the steps
+    of its progress, the function can continue with other workers."""
 
     def __init__(self, rank_info: RankInfo, control: Control, factory: FunctionReplicaFactory) -> None:
         self._rank_info, self._control, self._codec = rank_info, control, factory.codec
@@ -135,7 +135,6 @@ class FunctionReplica:
         self._commit = Commit()
         self._objects: dict[str, Any] = {}  # of `train.once`
         self._run_number = -1
-        self._steps = 0
         self._stoppable = False
         self._main = threading.get_ident()
         if threading.current_thread() is threading.main_thread():
@@ -144,7 +143,10 @@ class FunctionReplica:
 
     @property
     def progress(self) -> Progress:
-        return Progress(step=self._steps, batches=self._steps, phase=self._control.phase)
+        content, _, number, _ = self._commit.kept
+        # Within a step, a rank that has begun the newest run is ahead, and then one that has kept its first state.
+        applied = 2 * self._run_number + (content is not None)
+        return Progress(step=number, batches=number, applied=applied, phase=self._control.phase)
 
     def run(self, call: Call) -> Any:
         self._control.phase = call.name
@@ -159,11 +161,11 @@ class FunctionReplica:
         """Run the training function, and pickle its result: that may be the user's error."""
         if attempt.run != self._run_number:
             self._run_number = attempt.run
-            self._commit.kept, self._objects = (None, 0), {}
+            self._commit.kept, self._objects = Kept(number=self._commit.kept.number), {}
         if (
             attempt.number > 1
             and checkpoint is None
-            and self._commit.kept[0] is None
+            and self._commit.kept.content is None
             and self._rank_info.world_rank == 0
         ):
             logger.warning(FROM_THE_BEGINNING)
@@ -176,7 +178,7 @@ class FunctionReplica:
             commit=self._commit,
             objects=self._objects,
         )
-        self._control.begun = self._steps + 1
+        self._control.begun = self._commit.kept.number + 1
         try:
             with running(session):
                 result = self._codec.dumps(convert_result(self._call(*task)))
@@ -222,10 +224,9 @@ class FunctionReplica:
     # -- stopping -------------------------------------------------------------------------------------
 
     def _at_boundary(self) -> None:
-        """Count a step, and stop the function here if the ranks have agreed on this boundary."""
-        self._steps += 1
+        """Stop the function here if the ranks have agreed on this boundary."""
         self._report()
-        if not self._control.begin(self._steps + 1):
+        if not self._control.begin(self._commit.kept.number + 1):
             raise Stopped(asked=not self._control.interrupted)
 
     def _report(self, *, last: bool = False) -> None:
@@ -270,10 +271,10 @@ class FunctionReplica:
         """Nothing: the driver already has the reports of a function."""
 
     def state(self) -> bytes:
-        return self._codec.dumps((self._run_number, self._steps, self._commit.kept))
+        return self._codec.dumps((self._run_number, self._commit.kept))
 
     def load(self, data: bytes, *, other_code: bool = False) -> None:
-        self._run_number, self._steps, self._commit.kept = pickle.loads(data)
+        self._run_number, self._commit.kept = pickle.loads(data)
 
     def close(self) -> None:
         """Drop the user's object, whose `__del__` may release resources."""

@@ -5,6 +5,7 @@ Worker.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import platform
@@ -14,6 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from raysgd.core.control import Control
@@ -22,6 +24,7 @@ from raysgd.core.metrics import check_metrics
 from raysgd.core.network import own_address
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, described, shown
+from raysgd.storage import folders, values
 from raysgd.train import in_trial
 from raysgd.train.checkpoint import Checkpoint, is_directory
 from raysgd.train.settings import TIMESTAMP
@@ -39,6 +42,11 @@ __all__ = [
     "world_rank",
     "world_size",
 ]
+
+PASSES, PASSES_FILE = (
+    "_passes",
+    ".raysgd-passes.json",
+)  # `Session.passes` in a checkpoint: a dictionary's key, or a file
 
 
 class TrainingResultType(Enum):
@@ -122,6 +130,7 @@ class Session:
         self.precision: Any = None  # of train.torch.accelerate
         self.is_elastic = False  # whether this attempt has called train.elastic
         self._objects, self._asked = {} if objects is None else objects, set[str]()
+        self.loaders = list[int]()  # the rows of each that was prepared
         self.at_end = contextlib.ExitStack()  # what is closed when the function has ended in any way
         self._control, self._codec = control, codec
         self._encoded = False  # whether `_payload` is this rank's own, which the driver has not decoded
@@ -193,8 +202,12 @@ class Session:
 
     def _pack(self, checkpoint: Checkpoint) -> bytes:
         kind, content = checkpoint.get_internal_representation()
+        own = {PASSES: json.dumps(self.passes)} if self.passes else {}
         if kind == "data_dict":
-            checkpoint = Checkpoint.from_dict({TIMESTAMP: int(time.time()), **self._codec.encode(content)})
+            checkpoint = Checkpoint.from_dict({TIMESTAMP: int(time.time()), **self._codec.encode(content), **own})
+        elif own:
+            checkpoint = Checkpoint.from_checkpoint(checkpoint)
+            checkpoint._added = {PASSES_FILE: own[PASSES].encode()}
         if self.attempt.metadata and checkpoint.can_have_metadata and not checkpoint.get_metadata():
             checkpoint.set_metadata(self.attempt.metadata)
         return checkpoint.checked_bytes(
@@ -217,6 +230,7 @@ class Session:
         if payload is not None:
             self._payload, self._unpacked, self._encoded = payload, None, True
             if not self.is_elastic:  # it continues from commits, which all ranks make, also if one reports checkpoints
+                self.commit.count()
                 self.at_boundary()
         self._check_stop()
 
@@ -272,6 +286,19 @@ class Session:
         if self._unpacked is None:  # only once, because the files may be large
             self._unpacked = Checkpoint.from_bytes(self._payload, trusted=True)
         return self._unpacked
+
+    @cached_property
+    def passes(self) -> dict[str, int]:
+        """The number of the pass that each prepared loader is in, or of its next one. At first, they
+        are those of the commit or the checkpoint from which this attempt continues."""
+        if self.commit is not None and self.commit.kept.content is not None:
+            return {**self.commit.kept.passes}
+        found: Any = None
+        if self._payload is not None and values.is_stored(self._payload):
+            found = values.plain_values(self._payload).get(PASSES)
+        elif self._payload is not None and is_directory(self._payload):
+            found = folders.member_of(self._payload, PASSES_FILE)
+        return dict(json.loads(found or "{}"))
 
     def shard(self, name: str | None) -> Any:
         if not self.attempt.shards:

@@ -98,9 +98,9 @@ def prepare_data_loader(
     session = current("torch.prepare_data_loader")
     if not isinstance(data_loader, DataLoader):
         raise ConfigError(f"prepare_data_loader takes a torch DataLoader, got {data_loader!r}")
-    if add_dist_sampler and session.rank_info.world_size > 1:
+    if add_dist_sampler and session.planned_ranks > 1:  # also in one that is left, so that the order stays
         data_loader = distribute(data_loader, session.rank_info)
-    return PreparedLoader(data_loader, get_device() if move_to_device else None, ahead=auto_transfer)
+    return PreparedLoader(data_loader, get_device() if move_to_device else None, session, ahead=auto_transfer)
 
 
 def elastic_data_loader(data_loader: DataLoader[Any], move_to_device: bool = True) -> ElasticLoader:

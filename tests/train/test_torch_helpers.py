@@ -1,7 +1,6 @@
 """`train.torch`: models, loaders, mixed precision and seeds, in functions of one rank (in this process) and of two."""
 
 import copy
-import functools
 import json
 import math
 import random
@@ -95,8 +94,7 @@ def test_auto_transfer_sends_the_next_batch_while_one_is_used(monkeypatch: pytes
         def arrived(self, sent: Any) -> Any:
             return sent
 
-    monkeypatch.setattr(loaders, "make_carrier", functools.partial(Carrier, ahead=True))
-    monkeypatch.setattr(loaders, "DeviceCarrier", Carrier)
+    monkeypatch.setattr(loaders, "make_carrier", Carrier)
     loader = DataLoader(DATA, batch_size=5)
     prepared = in_function(lambda: train.torch.prepare_data_loader(loader, auto_transfer=transfers))
     for (batch,) in prepared:
