@@ -8,6 +8,7 @@ import pickle
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from raysgd.core.tree import mapped
@@ -102,6 +103,9 @@ class ElasticState:
             session.repeat_since(self._commit.kept.reports)
         else:
             self._keep(self._copy_state(), new=0)
+        self._watch: Any = None
+        if "torch" in sys.modules and not isinstance(session, OutsideSession):
+            self._watch = import_module("raysgd.train.loaders").Watch(session, self._parts)
 
     def __getitem__(self, name: str) -> Any:
         self._unread = []
@@ -119,6 +123,8 @@ class ElasticState:
         if self._unread and self._session.rank_info.world_rank == 0:
             logger.warning(NOT_READ, " or ".join(self._unread))
         self._unread = []
+        if self._watch is not None:
+            self._watch.check()
         self._keep(self._copy_state())
         self._session.at_boundary()
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd.core.ranks import RankInfo
+from raysgd.core.tree import mapped
 from raysgd.errors import ConfigError
 from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.data.prefetch import make_carrier
@@ -25,6 +28,10 @@ from raysgd.training.seeding import derived_seed
 from raysgd.training.step import Drawn
 
 END = object()  # after the batches of a pass
+LACKS = (
+    "train.elastic has not got the %s that this function trains with. After a worker failure, training would continue with a new one. "
+    "Write train.elastic({..., %s})"
+)
 
 
 def distribute(loader: DataLoader[Any], rank_info: RankInfo) -> DataLoader[Any]:
@@ -169,6 +176,11 @@ class ElasticLoader:
         new = batches_per_epoch(loader, workers, divided=True)
         return len(loader) if new is None else new
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether a commit without it, now, would repeat samples or their orders."""
+        return self._open or (self.epochs_begun > 0 and type(self._source.loader.sampler) is not SequentialSampler)
+
     def _count_left(self) -> int:
         return self._source.steps_left(self._rank_info, self._offset)
 
@@ -188,3 +200,52 @@ class ElasticLoader:
         self._given, self._asks = False, True
         self._loads += 1
         self._source.load(state["source"])
+
+
+class Watch:
+    """Notices with what a function trains after `train.elastic`, so that a commit can refuse to be
+    incomplete. `parts` are the objects in its state."""
+
+    def __init__(self, session: Session, parts: Mapping[str, Any]) -> None:
+        self._prepared, self._parts, self._stepped, self._checked = session.prepared, parts, dict[int, Any](), -1
+        self._hook = register_optimizer_step_post_hook(lambda each, *_: self._stepped.setdefault(id(each), each))
+        session.at_end.callback(self._hook.remove)
+
+    def check(self) -> None:
+        """Raise ConfigError for what no part has: at the first commit, and when another optimizer
+        has made a step. A part has its attributes, and what its `state_dict` has the tensors of."""
+        if len(self._stepped) == self._checked:
+            return
+        modules = [each for each in (*self._parts.values(), *self._prepared) if isinstance(each, nn.Module)]
+        weights = {id(each) for module in modules for each in module.parameters() if each.requires_grad}
+        needed, moved = list[tuple[str, Any, list[Any]]](), set[int]()
+        for each in self._stepped.values():
+            own = {id(p) for group in each.param_groups for p in group["params"]} & weights
+            moved, tensors = moved | own, _tensors_in(each.state)
+            if own and (tensors or "initial_lr" in each.param_groups[0]):  # which a scheduler changes
+                needed.append(("optimizer", each, tensors))
+        for each in self._prepared:
+            if isinstance(each, ElasticLoader):
+                needed += [("loader", each, [])] if each.is_needed else []
+            elif trained := [weight for weight in each.parameters() if id(weight) in moved]:
+                needed.append(("model", each, trained))
+        lacks = {f'"{name}": {name}': name for name, *each in needed if not self._has(*each)}
+        if lacks:
+            raise ConfigError(LACKS % (" and the ".join(lacks.values()), ", ".join(lacks)))
+        self._checked = len(self._stepped)
+        if moved == weights:
+            self._hook.remove()
+
+    def _has(self, wanted: Any, tensors: list[Any]) -> bool:
+        for part in self._parts.values():
+            own = () if hasattr(part, "get_last_lr") else getattr(part, "__dict__", {}).values()  # a scheduler has none
+            if any(each is wanted for each in (part, *own)):
+                return True
+        saved = {each.data_ptr() for each in _tensors_in([part.state_dict() for part in self._parts.values()])}
+        return bool(tensors) and saved.issuperset(each.data_ptr() for each in tensors)
+
+
+def _tensors_in(content: Any) -> list[torch.Tensor]:
+    leaves: list[Any] = []
+    mapped(lambda leaf, *path: leaves.append(leaf), content)
+    return [each for each in leaves if isinstance(each, torch.Tensor)]

@@ -131,6 +131,7 @@ class Session:
         self.is_elastic = False  # whether this attempt has called train.elastic
         self._objects, self._asked = {} if objects is None else objects, set[str]()
         self.loaders = list[int]()  # the rows of each that was prepared
+        self.prepared = list[Any]()  # models and elastic loaders, which `train.elastic` should have
         self.at_end = contextlib.ExitStack()  # what is closed when the function has ended in any way
         self._control, self._codec = control, codec
         self._encoded = False  # whether `_payload` is this rank's own, which the driver has not decoded

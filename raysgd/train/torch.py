@@ -72,6 +72,7 @@ def prepare_model(
     """Move the model to this worker's device, with automatic mixed precision after
     `accelerate(amp=True)`, and wrap it in DistributedDataParallel if there are several workers."""
     session = current("torch.prepare_model")
+    session.prepared.append(model)
     device = get_device()
     if move_to_device:
         model = model.to(device)
@@ -111,6 +112,7 @@ def elastic_data_loader(data_loader: DataLoader[Any], move_to_device: bool = Tru
     """
     session = current("torch.elastic_data_loader")
     loader = ElasticLoader(data_loader, session.rank_info, get_device() if move_to_device else None)
+    session.prepared.append(loader)
     session.at_end.callback(loader.close)
     return loader
 

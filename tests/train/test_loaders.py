@@ -1,4 +1,4 @@
-"""The passes of prepared loaders belong to the run."""
+"""The passes of prepared loaders belong to the run, and a commit has all that a function trains with."""
 
 import itertools
 from collections.abc import Callable
@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from raysgd import train
+from raysgd import ConfigError, train
 from raysgd.train.checkpoint_manager import CheckpointManager
 from raysgd.train.session_functions import Stopped
 from tests.replicas import FunctionRank
@@ -226,3 +227,165 @@ def test_a_stored_checkpoint_has_the_count_of_passes(kind: str, tmp_path: Path) 
         rank.run(lambda stored=stored: train.report({}, checkpoint=stored))
     rank.run(again, checkpoint=stored.to_bytes(), run=2)
     assert [again.orders[each] for each in (3, 4)] == undisturbed[3:]
+
+
+# -- what a commit lacks ------------------------------------------------------------------------------
+
+
+class Parts:
+    """What a function may give to `train.elastic`."""
+
+    def __init__(self, optimizer: Callable[..., Any] = torch.optim.Adam, shuffle: bool = True) -> None:
+        self.model = nn.Linear(1, 1)
+        train.torch.prepare_model(self.model, wrap_ddp=False)
+        self.optimizer = optimizer(self.model.parameters(), lr=0.1)
+        self.loader = train.torch.elastic_data_loader(DataLoader(DATA, batch_size=3, shuffle=shuffle))
+
+    def step(self, batch: Any) -> None:
+        self.optimizer.zero_grad()
+        self.model(batch[0].float().unsqueeze(1)).square().mean().backward()
+        self.optimizer.step()
+
+    def loop(self, state: Any, *, commit_first: bool = False) -> None:
+        if commit_first:
+            state.commit()
+        for batch in self.loader:
+            self.step(batch)
+            state.commit()
+
+
+NAMES = ("model", "optimizer", "loader")
+LEFT_OUT = [each for count in (1, 2, 3) for each in itertools.combinations(NAMES, count)]
+
+
+@pytest.mark.parametrize("commit_first", [False, True])
+@pytest.mark.parametrize("left_out", LEFT_OUT, ids=" ".join)
+def test_a_commit_without_what_is_trained_is_refused(left_out: tuple[str, ...], commit_first: bool) -> None:
+    def function() -> None:
+        parts = Parts()
+        given = {name: getattr(parts, name) for name in NAMES if name not in left_out}
+        parts.loop(train.elastic({**given, "epoch": 0}), commit_first=commit_first)
+
+    with pytest.raises(ConfigError, match=r"train\.elastic has not got the") as caught:
+        FunctionRank().run(function)
+    for name in NAMES:
+        assert (f'"{name}": {name}' in str(caught.value)) == (name in left_out)
+
+
+def test_a_second_optimizer_that_makes_its_first_step_later_is_refused_then() -> None:
+    def function() -> None:
+        parts, other = Parts(), Parts()
+        state = train.elastic({**{name: getattr(parts, name) for name in NAMES}, "other": other.model})
+        for number, batch in enumerate(parts.loader):
+            parts.step(batch)
+            if number == 3:
+                other.step(batch)
+            numbers.append(number)
+            state.commit()
+
+    numbers: list[int] = []
+    with pytest.raises(ConfigError, match=r'"optimizer": optimizer\}'):
+        FunctionRank().run(function)
+    assert numbers[-1] == 3
+
+
+class Own:
+    """A user's object with the state of others. `copies`: of copies of them."""
+
+    def __init__(self, *parts: Any, copies: bool = False) -> None:
+        self.parts, self.copies = {str(number): each for number, each in enumerate(parts)}, copies
+        if copies:
+            vars(self).update(zip("abc", parts, strict=False))
+
+    def state_dict(self) -> dict[str, Any]:
+        found = {name: each.state_dict() for name, each in self.parts.items()}
+        return {**found, "0": {name: each.clone() for name, each in found["0"].items()}} if self.copies else found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, each in self.parts.items():
+            each.load_state_dict(state[name])
+
+
+def scheduled(parts: Parts) -> Any:
+    return torch.optim.lr_scheduler.StepLR(parts.optimizer, 1)
+
+
+def plain(parameters: Any, lr: float) -> Any:
+    return torch.optim.SGD(parameters, lr=lr)
+
+
+COMPLETE: dict[str, Callable[[], tuple[Parts, dict[str, Any]]]] = {
+    "an optimizer without a state": lambda: (parts := Parts(plain), {"model": parts.model, "loader": parts.loader}),
+    "a scheduler": lambda: (
+        parts := Parts(plain),
+        {name: getattr(parts, name) for name in NAMES} | {"scheduler": scheduled(parts)},
+    ),
+    "an object of the user's": lambda: (
+        parts := Parts(),
+        {"own": Own(parts.model, parts.optimizer), "loader": parts.loader},
+    ),
+    "an object that copies": lambda: (parts := Parts(), {"own": Own(*vars(parts).values(), copies=True)}),
+    "a module around the model": lambda: (
+        parts := Parts(),
+        {"all": nn.ModuleList([parts.model]), "optimizer": parts.optimizer, "loader": parts.loader},
+    ),
+    "compiled": lambda: (
+        parts := Parts(),
+        {**vars(parts), "model": torch.compile(parts.model, backend="eager")},
+    ),
+    "mixed precision": lambda: (
+        parts := Parts(),
+        {**vars(parts), "optimizer": train.torch.prepare_optimizer(parts.optimizer)},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", COMPLETE)
+def test_a_commit_that_has_it_in_another_form_is_made(kind: str) -> None:
+    def function() -> int:
+        parts, given = COMPLETE[kind]()
+        state = train.elastic({**given, "epoch": 0})
+        parts.loop(state)
+        return parts.loader.epochs_begun
+
+    assert FunctionRank().run(function) == 1
+
+
+def unused() -> None:
+    """Models and loaders that are not trained: a frozen one, one for inference, and a validation."""
+    parts, frozen = Parts(), nn.Linear(1, 1).requires_grad_(False)
+    for model in (frozen, nn.Linear(1, 1)):
+        train.torch.prepare_model(model)
+    validation = train.torch.elastic_data_loader(DataLoader(DATA, batch_size=3))
+    state = train.elastic({name: getattr(parts, name) for name in NAMES})
+    for _ in range(2):
+        parts.loop(state)
+        assert len(rows(validation)) == 24
+        state.commit()
+
+
+def a_schedule_without_its_optimizer() -> None:
+    parts = Parts(plain)
+    parts.loop(train.elastic({"model": parts.model, "loader": parts.loader, "scheduler": scheduled(parts)}))
+
+
+def test_what_is_not_trained_may_be_left_out() -> None:
+    FunctionRank().run(unused)
+    with pytest.raises(ConfigError, match='"optimizer": optimizer'):
+        FunctionRank().run(a_schedule_without_its_optimizer)
+
+
+def test_after_the_function_no_hook_is_left() -> None:
+    from torch.optim.optimizer import _global_optimizer_post_hooks as hooks  # type: ignore[attr-defined]
+
+    def function() -> int:
+        parts = Parts()
+        state = train.elastic({name: getattr(parts, name) for name in NAMES})
+        parts.step((DATA.tensors[0],))
+        state.commit()
+        return len(hooks)
+
+    before = len(hooks)
+    assert FunctionRank().run(function) == before, "a later step calls no function of raysgd"
+    FunctionRank().run(unused)
+    assert len(hooks) == before
