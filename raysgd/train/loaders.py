@@ -177,7 +177,7 @@ class ElasticLoader:
         return len(loader) if new is None else new
 
     @property
-    def is_needed(self) -> bool:
+    def _is_needed(self) -> bool:
         """Whether a commit without it, now, would repeat samples or their orders."""
         return self._open or (self.epochs_begun > 0 and type(self._source.loader.sampler) is not SequentialSampler)
 
@@ -226,7 +226,7 @@ class Watch:
                 needed.append(("optimizer", each, tensors))
         for each in self._prepared:
             if isinstance(each, ElasticLoader):
-                needed += [("loader", each, [])] if each.is_needed else []
+                needed += [("loader", each, [])] if each._is_needed else []
             elif trained := [weight for weight in each.parameters() if id(weight) in moved]:
                 needed.append(("model", each, trained))
         lacks = {f'"{name}": {name}': name for name, *each in needed if not self._has(*each)}
