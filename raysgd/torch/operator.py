@@ -214,7 +214,7 @@ class TrainingOperator(Scheduling):
                 DuringExchange(parts, self.timers, internals.pace, reads=not alone),
             ),
             (self._rates is not None, self._rates),
-            (bool(self._overrides("train_batch", "train_epoch")) and not self._has_own_steps, self._attributes),
+            (bool(own) and not self._has_own_steps, self._attributes),
             (internals.profiler is not None, internals.profiler),
             (True, internals.part_states),
             # The last two may raise an error when the others have ended the step.

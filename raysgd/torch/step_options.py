@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import nn
 
 from raysgd.core.timers import Timers
 from raysgd.errors import ConfigError
+from raysgd.torch.checkpoint.packing import has_bytes
 from raysgd.torch.data.sources import PlannedSource
-from raysgd.torch.foreign import divisor_of, run_after_backward
+from raysgd.torch.foreign import content_version, divisor_of, run_after_backward
 from raysgd.torch.parts import Parts
 from raysgd.training.feed import Feed
 from raysgd.training.pace import Pace
@@ -31,9 +32,10 @@ STATES = (torch.Tensor, list, int, float, type(None))  # of what an update of a 
 PLAIN = (int, float, str, bool)
 MEASURED_EVERY_S = 0.005
 CHANGED = (
-    "train_batch has changed %s, which checkpoints and new workers will not have: change it in on_step(self, info) and return it from "
-    "state_dict(), or keep in self.part_state what belongs to a part of the batch"
+    "train_batch has changed %s, which checkpoints and new workers will not have. Register a module (a frozen one needs eval()), change "
+    "other state in on_step(self, info) and return it from state_dict(), or keep in self.part_state what belongs to a part of the batch"
 )
+CHANGED_LATER = CHANGED.replace("train_batch", "training")
 CHANGED_BY_FUNCTION = (
     "a function of apply_all_operators() has set %s, which checkpoints and workers that join later will not have: return it from "
     "state_dict() and restore it in load_state_dict(), or let train_batch compute it from batch_info, which has what is passed to "
@@ -52,6 +54,7 @@ DIVIDED = (
     "are too small by that factor. Pass the loss of the batch, or ignore this if you divide by %d for another reason"
 )
 SETTINGS = "settings of the optimizer, such as the learning rate,"
+CONTENTS = "contents of modules and tensors"
 
 
 class Clip(Policy):
@@ -250,8 +253,8 @@ class WatchAttributes(Policy):
     begins a call. Of what it changes at all in the first step in which this worker has several
     parts, and of what `train_epoch` changes when it is called again for the rest of an epoch.
 
-    They are found by their identities, numbers and texts by their values: what an attribute holds
-    is not looked at.
+    They are found by their identities, numbers and texts by their values. The contents of modules
+    and tensors, also in lists and dicts, are compared at the end of the first call too.
     """
 
     def __init__(self, operator: Any, parts: Parts) -> None:
@@ -263,8 +266,9 @@ class WatchAttributes(Policy):
         self._looks = False
         self._entered: dict[str, Any] | None = None  # when `train_epoch` was called again
         self._before: dict[str, Any] | None = None  # at the beginning of the part
+        self._contents: dict[str, Any] = {}  # at the beginning of the first step
         self._text = ""
-        self._named = set[str]()  # what functions of `apply_all_operators` have set, with raysgd's own names
+        self._named = set[str]()  # what was said, with raysgd's own names
 
     def on_epoch(self, feed: Feed) -> None:
         position, self._leads = feed.position, feed.rank_info.world_rank == 0
@@ -279,6 +283,7 @@ class WatchAttributes(Policy):
             self._again = not self._say(CHANGED_AGAIN, entered)
         if self._looks:
             self._looks, self._text, self._before = False, CHANGED, self._state()
+            self._contents = self._before[CONTENTS]
         elif self._leads and self._in_parts and not step.current.whole:
             self._in_parts, self._text, self._before = False, CHANGED_BY_PARTS, self._state()
 
@@ -287,6 +292,11 @@ class WatchAttributes(Policy):
             self._say(self._text, self._before)
             self._before = None
         self.in_usual_steps = False  # from the next step on
+
+    def alone(self) -> None:
+        if any(self._contents.values()):
+            self._say(CHANGED_LATER, {**self._state(), CONTENTS: self._contents})
+        self._contents = {}
 
     def watch(self, function: Callable[[Any], Any]) -> Any:
         """Call a function with the operator."""
@@ -302,29 +312,59 @@ class WatchAttributes(Policy):
         changed = {
             name for name, value in now.items() if not _same(before.get(name, known), value) and id(value) not in known
         }
-        changed.discard(SETTINGS)
+        moved = {
+            name: contents
+            for name, was in before[CONTENTS].items()
+            if (contents := {new[1] for old, new in zip(was, now[CONTENTS].get(name, ()), strict=False) if new != old})
+        }
+        changed = (changed | moved.keys()) - {SETTINGS, CONTENTS}
         if text is CHANGED_AGAIN and before[SETTINGS] != now[SETTINGS]:
             changed.add(SETTINGS)
-        if text is CHANGED_BY_FUNCTION:
+        saved: Any = {}
+        if text not in (CHANGED_BY_PARTS, CHANGED_AGAIN):
             changed -= self._named
             self._named |= changed
-        saved = (self._operator.state_dict() or {}) if changed and text in (CHANGED, CHANGED_BY_FUNCTION) else {}
-        left = changed - saved.keys() if isinstance(saved, Mapping) else ()
+            saved = (self._operator.state_dict() or {}) if changed else {}
+        kept = {_content(each)[1] for each in _tensors_in(saved)}
+        left = changed - saved.keys() if isinstance(saved, Mapping) else changed & moved.keys()
+        left -= {name for name, contents in moved.items() if contents <= kept}
         names = sorted(left, key=lambda name: (name == SETTINGS, name))
         if names:
             logger.warning(text, ", ".join(name if name == SETTINGS else f"self.{name}" for name in names))
         return bool(names)
 
     def _state(self) -> dict[str, Any]:
-        """The user's attributes, apart from what is registered, and the settings of the
-        optimizers."""
+        """The user's attributes that are not registered, their contents, and optimizers' settings."""
         parts = self._parts
         registered = [*parts.models, *parts.wrapped, *parts.optimizers, *parts.schedulers, parts.criterion]
         known = {id(each) for each in registered}
         own = {name: value for name, value in vars(self._operator).items() if name not in self._raysgds}
-        return {name: value for name, value in own.items() if id(value) not in known} | {
-            SETTINGS: settings_of(parts.optimizers)
+        saved = _tensors_in([*parts.models, *parts.metrics.values(), parts.stepped_by(*parts.optimizers)])
+        memory = {each.untyped_storage().data_ptr() for each in saved}
+        contents = {
+            name: [_content(each) for each in _tensors_in(value) if each.untyped_storage().data_ptr() not in memory]
+            for name, value in own.items()
         }
+        own = {name: value for name, value in own.items() if id(value) not in known}
+        return own | {SETTINGS: settings_of(parts.optimizers), CONTENTS: contents}
+
+
+def _tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """The tensors in a module or in containers whose bytes are their values."""
+    if isinstance(value, nn.Module):
+        value = [*value.parameters(), *value.buffers()]
+    if isinstance(value, (list, tuple, dict)):
+        for each in (value.values() if isinstance(value, dict) else value) if depth else ():
+            yield from _tensors_in(each, depth - 1)
+    elif type(value) in (torch.Tensor, nn.Parameter) and has_bytes(value):
+        yield value
+
+
+def _content(tensor: torch.Tensor) -> tuple[int, bytes]:
+    """How often a tensor has changed, which `.data` does not count, and 1000 of its elements."""
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(len(flat) // 1000, 1)].contiguous().cpu()
+    return content_version(tensor), some.view(torch.uint8).numpy().tobytes()
 
 
 def _same(one: Any, other: Any) -> bool:

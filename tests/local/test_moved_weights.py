@@ -1,5 +1,6 @@
 """A step that is made again begins with the weights of the last one, also if user code moves them before its optimizer acts."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -160,3 +161,72 @@ def test_weights_that_move_after_the_step_are_not_copied() -> None:
             )
             kept[operator] = found[0]
     assert kept == {Usual: [0], MomentumEncoder: [2]}
+
+
+class Target(Moves):
+    """Has the teacher in an attribute only, and moves it in train_batch."""
+
+    def register(self, *, models: Any, optimizers: Any, **more: Any) -> Any:
+        return super().register(models=self.student, optimizers=optimizers, **more)
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.zero_grad()
+        self.backward(self.loss(batch))
+        self.step()
+        self.moves()
+        return {}
+
+    @torch.no_grad()
+    def moves(self) -> None:
+        for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            slow.lerp_(fast, 0.3)
+
+
+class RegisteredTarget(Target):
+    def register(self, *, models: Any, optimizers: Any, **more: Any) -> Any:
+        return Moves.register(self, models=[self.student, self.teacher], optimizers=optimizers, **more)
+
+
+class SavedTarget(Target):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.zero_grad()
+        self.backward(self.loss(batch))
+        self.step()
+        return {}
+
+    def on_step(self, info: dict[str, Any]) -> None:
+        self.moves()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"slow": self.teacher.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.teacher.load_state_dict(state["slow"])
+
+
+@pytest.mark.parametrize(("operator", "equal"), [(Target, False), (RegisteredTarget, True), (SavedTarget, True)])
+def test_a_replacement_and_a_load_have_the_target_or_the_log_says_that_they_lack_it(
+    operator: type[TrainingOperator], equal: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("raysgd").disabled = False
+    said = "train_batch has changed self.teacher, which checkpoints and new workers will not have"
+    found = []
+    for faults in [(), (Fault("kill", "forward", rank=1, step=4),)]:
+        caplog.clear()
+        with (
+            Cluster(faults) as cluster,
+            TorchTrainer(training_operator_cls=operator, num_workers=2, use_gpu=False) as run,
+        ):
+            run.train(num_steps=2 * STEPS, max_retries=-1)
+            run.resize(2)  # waits for the replacement worker
+            state = run.state_dict()
+            run.train(num_steps=STEPS)
+            assert not cluster.left and bool(run.recoveries) == bool(faults)
+            found.append(weights_of(run))
+        assert sum(said in each for each in caplog.messages) == (not equal)
+    with Cluster(), TorchTrainer(training_operator_cls=operator, num_workers=2, use_gpu=False) as run:
+        run.load_state_dict(state)
+        run.train(num_steps=STEPS)
+        found.append(weights_of(run))
+    far = [float((each - found[0]).abs().max()) for each in found[1:]]
+    assert max(far) < 1e-12 if equal else min(far) > 1e-4, far
