@@ -130,7 +130,7 @@ def train(
             before = len(trainer.recoveries)
             if struck and call < calls - 1:
                 striker.armed = SIGNALS[call % len(SIGNALS)]
-            found.samples.append(trainer.train(steps, max_retries=-1)["num_samples"])
+            found.samples.append(trainer.train(steps, max_retries=-1).get("num_samples", 0))
             striker.strike()  # if the call was too short
             until = time.monotonic() + LEAVES_S
             while striker.hit in trainer.apply_all_workers(os.getpid) and time.monotonic() < until:

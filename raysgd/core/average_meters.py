@@ -114,7 +114,6 @@ class AverageMeterCollection:
     def __init__(self) -> None:
         self.batch_count = 0
         self.num_samples: float = 0
-        self.drawn = 0  # samples, as the source counts them
         self._meters: dict[str, AverageMeter] = {}
         self._others: dict[str, Any] = {}
         self._changing: set[str] = set()  # texts that were not the same in all batches

@@ -37,6 +37,7 @@ class Measured:
     """What one worker has measured in a part of a call: metrics, and what users do not see.
 
     committed   how many samples all ranks together have committed in the call; 0 if not known
+    drawn       how many of them this worker has committed in this part, if `committed` is known
     batch_mode  what becomes of the batch: "parts", "global" or "per_worker"
     rows        what is known of the worker's rows without reading them, by loader
     first       of the newest epoch of a loader: its number, and a digest of its first batch
@@ -50,6 +51,7 @@ class Measured:
 
     metrics: Result = field(default_factory=dict)
     committed: int = 0
+    drawn: int = 0
     batch_mode: str = ""
     rows: Mapping[str, str] = field(default_factory=dict)
     first: Mapping[str, str] = field(default_factory=dict)
@@ -297,12 +299,17 @@ def merge_call(parts: Sequence[Sequence[Measured]]) -> Result:
     """Merge what the ranks measured in the parts of one call.
 
     The samples that the sampling plan knows were trained on count, also those whose metrics failed
-    with a worker. A report in other units (tokens, say) has a larger number, which is kept.
+    with a worker. A sum in other units (tokens, say) that lacks these is left out.
     """
     result = merge_parts([merge_part(part) for part in parts])
-    committed = max((each.committed for part in parts for each in part), default=0)
-    if len(parts) > 1 and _is_number(result.get(NUM_SAMPLES)) and committed > result[NUM_SAMPLES]:
-        result[NUM_SAMPLES] = committed
+    every = [each for part in parts for each in part]
+    committed = max((each.committed for each in every), default=0)
+    if len(parts) > 1 and committed and _is_number(result.get(NUM_SAMPLES)):
+        counted = [(each.metrics[NUM_SAMPLES], each.drawn) for each in every if each.metrics.get(NUM_SAMPLES)]
+        if all(samples == drawn for samples, drawn in counted):
+            result[NUM_SAMPLES] = committed
+        elif sum(drawn for _, drawn in counted) != committed:
+            del result[NUM_SAMPLES]
     return {name: float(value) if isinstance(value, WeightedMean) else value for name, value in result.items()}
 
 

@@ -406,7 +406,7 @@ def numbers_of(measured: Measured) -> dict[str, Any]:
     found = {name: each for name, each in measured.metrics.items() if isinstance(each, (int, float))}
     weights = {name: each.weight for name, each in found.items() if isinstance(each, WeightedMean)}
     numbers = {name: float(each) if name in weights else each for name, each in found.items()}
-    return {"metrics": numbers, "weights": weights, "committed": measured.committed}
+    return {"metrics": numbers, "weights": weights, "committed": measured.committed, "drawn": measured.drawn}
 
 
 def measured_in(record: Mapping[str, Any]) -> Measured | None:
@@ -415,7 +415,7 @@ def measured_in(record: Mapping[str, Any]) -> Measured | None:
     if found is None:
         return None
     weighted = {name: WeightedMean(found["metrics"][name], weight) for name, weight in found["weights"].items()}
-    return Measured({**found["metrics"], **weighted}, found["committed"])
+    return Measured({**found["metrics"], **weighted}, found["committed"], found.get("drawn", 0))
 
 
 def _size(file: Path) -> int:

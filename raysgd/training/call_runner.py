@@ -17,7 +17,7 @@ from raysgd.callbacks.callback_list import CallbackList
 from raysgd.callbacks.history import History
 from raysgd.callbacks.printing import PrintCallback
 from raysgd.callbacks.progress_bar import ProgressBar
-from raysgd.constants import BATCH_COUNT
+from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core import metrics
 from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
@@ -35,6 +35,10 @@ from raysgd.workers.tracebacks import fold_frames
 logger = logging.getLogger("raysgd")
 
 F = TypeVar("F", bound=Callable[..., Any])
+LACKS_SAMPLES = (
+    "the result of this call lacks num_samples: it does not count the data set's samples, and a worker failed before it had reported its "
+    "part. Read it with result.get('num_samples'), or leave it out in train_batch, so that raysgd counts samples"
+)
 
 
 def exclusive(method: F) -> F:
@@ -183,6 +187,10 @@ class CallRunner:
                 self.batch_mode = (part.values and part.values[0].batch_mode) or self.batch_mode
             self.stop = any(value.stop for part in parts for value in part.values)
             result = metrics.merge_call([part.values for part in parts])
+            if NUM_SAMPLES not in result and any(
+                NUM_SAMPLES in value.metrics for part in parts for value in part.values
+            ):
+                logger.warning(LACKS_SAMPLES)
             if kind == "train" and not result.get(BATCH_COUNT):  # a user's own loop does not count them
                 result[BATCH_COUNT] = engine.progress.step - before
             rows = [_plain(value) for value in _by_worker(parts)]

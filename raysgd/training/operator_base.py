@@ -366,7 +366,6 @@ class OperatorBase:
         if type(samples) is int and known and samples != known and _has_parts(batch, samples, known):
             self._internals.warn_once(LENGTH_OF_PARTS, f"{type(self).__name__}.{of}", samples, known)
         weight = samples if step.current.fresh else 0
-        meter.drawn += (step.current.samples or 0) if step.current.fresh else 0
         try:
             if step.closing and not step.metrics:
                 meter.update(values, n=weight)

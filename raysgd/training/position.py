@@ -89,6 +89,7 @@ class Position:
     call_units     samples that all ranks together have committed, if the source counts them
     """
 
+    drawn = 0.0  # what this rank has committed itself, relative to equal shares; no field, and so in no state
     step: int = 0
     applied: int = 0
     loads: int = 0
@@ -145,8 +146,9 @@ class Position:
         if step.outcome == "open":  # the loop is done with it, and no optimizer that can be watched has stepped
             step.outcome = "applied"
         for drawn in step.drawn:
-            if drawn.rows is not None and drawn.whole:
-                self.call_units += drawn.rows
+            if drawn.rows is not None:
+                self.drawn += drawn.weight * drawn.rows
+                self.call_units += drawn.rows if drawn.whole else 0
         self.offset = step.current.offset
         batches = step.batches
         self.step += batches

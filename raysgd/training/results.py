@@ -9,7 +9,7 @@ from dataclasses import replace
 from numbers import Real
 from typing import Any, ClassVar
 
-from raysgd.constants import BATCH_COUNT
+from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core.metrics import (
     COUNTED,
     OWN_NAMES,
@@ -50,7 +50,7 @@ class Results(ABC):
     def __init__(self, operator: Any, internals: Internals) -> None:
         self._operator, self._internals = operator, internals
         self._began: float | None = None  # when the running part of a call of `train` began
-        self._units_before = 0  # what the call had committed before this part of it
+        self._units_before, self._drawn_before = 0, 0.0  # what was committed before this part of the call
         self._steps_before: Any = None  # what `steps_made` returned when the call began
 
     def begin(self, phase: Phase, *, profile: bool, new_call: bool) -> None:
@@ -76,7 +76,7 @@ class Results(ABC):
 
     def begin_part(self) -> None:
         """Note that what follows is another part of the running call."""
-        self._units_before = self._internals.position.call_units
+        self._units_before, self._drawn_before = self._internals.position.call_units, self._internals.position.drawn
 
     def of_all_ranks(self) -> Callable[[], Measured]:
         """What this part of the call has measured so far, with the samples of all ranks. Another
@@ -86,8 +86,9 @@ class Results(ABC):
         others = self.so_far({BATCH_COUNT: meter.batch_count})
 
         def read() -> Measured:
-            metrics = {**others.metrics, **meter.summary()}
-            return replace(others, metrics=for_all_ranks(metrics, ranks, meter.drawn, committed))
+            metrics = for_all_ranks({**others.metrics, **meter.summary()}, ranks, others.drawn, committed)
+            known = committed and metrics[NUM_SAMPLES] == committed
+            return replace(others, metrics=metrics, drawn=committed if known else others.drawn)
 
         return read
 
@@ -97,7 +98,9 @@ class Results(ABC):
 
     def measured(self, metrics: dict[str, Any]) -> Measured:
         """These metrics of the running call of `train`, with what users do not see."""
-        return Measured(metrics, self._internals.position.call_units, self.batch_mode())
+        position, ranks = self._internals.position, self._internals.rank_info.world_size
+        drawn = round((position.drawn - self._drawn_before) / ranks)
+        return Measured(metrics, position.call_units, drawn, self.batch_mode())
 
     def _counts(self) -> dict[str, Any]:
         """What the running call has that is not the operator's metrics: counts, and what callbacks

@@ -76,13 +76,14 @@ class Contents:
     def part(self) -> Measured:
         """What the ranks have measured in this part of the call."""
         found = [self._found[rank] for rank in sorted(self._found)]
-        return Measured(merge_part(found), max(each.committed for each in found))
+        return Measured(merge_part(found), max(each.committed for each in found), sum(each.drawn for each in found))
 
     @property
     def call(self) -> Measured:
         """What all ranks have measured since the call began."""
-        parts = [*map(merge_part, self._before), self.part.metrics]
-        return Measured(merge_parts(parts), self.part.committed)
+        part, parts = self.part, [merge_part(each) for each in self._before]
+        drawn = part.drawn + sum(each.drawn for before in self._before for each in before)
+        return Measured(merge_parts([*parts, part.metrics]), part.committed, drawn)
 
 
 class WithinCall:

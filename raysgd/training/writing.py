@@ -126,7 +126,9 @@ class Asking:
         thread."""
         replica = self._replica
         measured = replica.partial()
-        question = Question(replica.rank, replica.progress, Measured(numbers(measured.metrics), measured.committed))
+        question = Question(
+            replica.rank, replica.progress, Measured(numbers(measured.metrics), measured.committed, measured.drawn)
+        )
         try:
             reply = self._reply(question)
             if reply.arguments is not None:

@@ -174,3 +174,28 @@ def test_a_metric_can_have_its_weight_as_an_attribute() -> None:
     meters.update({"loss": Loss(2.0)}, n=1)
     meters.update({"loss": Loss(6.0)}, n=5)
     assert meters.summary()["loss"] == 4.0
+
+
+def one(samples: Any, drawn: int, committed: int) -> Measured:
+    return Measured({"num_samples": samples, "loss": 1.0}, committed, drawn)
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        # Samples of the data set: also those of a rank that had not reported.
+        ([[one(8, 8, 16), one(4, 4, 12)], [one(8, 8, 24)]], 24),
+        # Tokens, of which all are there, or not.
+        ([[one(80, 8, 16), one(80, 8, 16)], [one(80, 8, 24)]], 240),
+        ([[one(80, 8, 16), one(40, 4, 12)], [one(80, 8, 24)]], "lacks"),
+        ([[one(80, 8, 16), Measured()], [one(80, 8, 24)]], "lacks"),
+        # A loop of the user's has measured nothing before the change.
+        ([[one(0, 8, 16), one(0, 8, 16)], [one(8, 8, 24)]], 24),
+        ([[one(0, 8, 16), one(0, 8, 16)], [one(80, 8, 24)]], "lacks"),
+        # Nobody knows how many there were, or no worker has changed.
+        ([[one(8, 0, 0)], [one(4, 0, 0)]], 12),
+        ([[one(80, 0, 24)]], 80),
+    ],
+)
+def test_a_sum_in_other_units_than_samples_is_complete_or_left_out(parts: Any, expected: Any) -> None:
+    assert merge_call(parts).get("num_samples", "lacks") == expected

@@ -424,3 +424,82 @@ def test_a_data_loader_that_hangs_on_one_rank(make: Make) -> None:
     epochs(ground, 1)
     (hang,) = ground.trainer.recoveries
     assert hang.reason == "hang" and len(hang.removed_ranks) == 1 and "loading data" in hang.detail
+
+
+# -- num_samples --------------------------------------------------------------------------------------
+
+
+class Tokens(LedgerOperator):
+    """Counts 5 tokens in each sample."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        found = super().train_batch(batch, batch_info)
+        return {**found, "num_samples": 5 * len(batch[0]), "five": (5.0, 5 * len(batch[0]))}
+
+
+class TokensOfLoop(Tokens):
+    each = 5
+
+    def train_epoch(self, iterator: Any, info: Any) -> dict[str, Any]:
+        rows = 0
+        for batch in iterator:
+            self.train_batch(batch, info)
+            self.global_step += 1
+            rows += len(batch[0])
+        return {"num_samples": self.each * rows, "five": 5.0}
+
+
+class RowsOfLoop(TokensOfLoop):
+    each = 1
+
+
+FAULTS = {"none": (), "one": (Fault(1, 6),), "two": (Fault(1, 6), Fault(0, 11)), "the last": (Fault(1, 19),)}
+
+
+@pytest.mark.parametrize("faults", FAULTS)
+@pytest.mark.parametrize(("operator", "each"), [(Tokens, 5), (TokensOfLoop, 5), (RowsOfLoop, 1), (LedgerOperator, 1)])
+def test_the_sum_of_samples_is_complete_or_not_there(
+    make: Make, operator: type[TrainingOperator], each: int, faults: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ground = make(operator=operator)
+    ground.arm(*FAULTS[faults])
+    result = ground.trainer.train()
+    ground.assert_epoch_exact()
+    assert len(ground.trainer.recoveries) == len(FAULTS[faults])
+    lacks = "num_samples" not in result
+    assert lacks or result["num_samples"] == 240 * each
+    if each == 1 or faults in ("none", "one"):
+        assert lacks == (each == 5 and faults == "one")
+    assert sum("lacks num_samples" in each for each in caplog.messages) == lacks
+    assert result.get("five", 5.0) == 5.0
+    assert ground.trainer.train()["num_samples"] == 240 * each
+
+
+@pytest.mark.parametrize(("every", "tokens"), [(5, "lacks"), ("epoch", 240 * 5)])
+def test_tokens_after_all_workers_have_failed(make: Make, every: Any, tokens: Any) -> None:
+    """The snapshot has those of rank 0 only. The one before the call has none, so that all are counted again."""
+    ground = make(num_workers=2, operator=Tokens, elastic={"snapshot_every": every})
+    ground.arm(Fault(1, 9), Fault(0, 25))
+    result = ground.trainer.train()
+    ground.assert_epoch_exact()
+    assert not ground.trainer.recoveries[-1].in_place and result["five"] == 5.0
+    assert result.get("num_samples", "lacks") == tokens
+
+
+def test_tokens_are_complete_if_no_worker_fails(make: Make) -> None:
+    ground = make(operator=Tokens)
+    ground.arm(Fault(1, 8, "term"))
+    assert ground.trainer.train()["num_samples"] == 240 * 5
+    assert reasons(ground) == ["preemption"]
+
+
+def test_tokens_are_complete_if_each_batch_was_reported(make: Make) -> None:
+    class Slow(Tokens):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            Cluster.running.here.compute()
+            return super().train_batch(batch, batch_info)
+
+    ground = make(operator=Slow)
+    ground.arm(Fault(1, 6))
+    assert ground.trainer.train()["num_samples"] == 240 * 5
+    assert reasons(ground) == ["worker death"]

@@ -266,7 +266,8 @@ class SimReplica:
         self._cut_short()
 
     def partial(self) -> Measured:
-        return Measured({"epoch": self._position.epoch, **self._meter.summary()}, self._position.call_units)
+        own = round(self._meter.num_samples)
+        return Measured({"epoch": self._position.epoch, **self._meter.summary()}, self._position.call_units, own)
 
     def share(self) -> None:
         """Share nothing: it keeps no state of parts."""
@@ -350,6 +351,6 @@ class SimReplica:
             partial = self.partial()
             own = self._meter.num_samples
             everywhere = for_all_ranks(partial.metrics, self._rank_info.world_size, own, committed)
-            partial = replace(partial, metrics=everywhere)
+            partial = replace(partial, metrics=everywhere, drawn=committed)
             message = SnapshotUpload(self.progress, self._position.call, partial)
             self._worker.upload(message, self._state(), wait_s=wait_s)
