@@ -36,8 +36,8 @@ logger = logging.getLogger("raysgd")
 
 F = TypeVar("F", bound=Callable[..., Any])
 LACKS_SAMPLES = (
-    "the result of this call lacks num_samples: it does not count the data set's samples, and a worker failed before it had reported its "
-    "part. Read it with result.get('num_samples'), or leave it out in train_batch, so that raysgd counts samples"
+    "the result of this call lacks num_samples: it does not count the data set's samples, and the workers have changed before all had "
+    "reported theirs. Read it with result.get('num_samples'), or leave it out of what you return, so that raysgd counts samples"
 )
 
 

@@ -126,9 +126,8 @@ class Asking:
         thread."""
         replica = self._replica
         measured = replica.partial()
-        question = Question(
-            replica.rank, replica.progress, Measured(numbers(measured.metrics), measured.committed, measured.drawn)
-        )
+        measured = Measured(numbers(measured.metrics), measured.committed, measured.drawn)
+        question = Question(replica.rank, replica.progress, measured)
         try:
             reply = self._reply(question)
             if reply.arguments is not None:
