@@ -22,21 +22,19 @@ class Violation(NamedTuple):
     advice: str
 
 
-LINES = "write in train_batch\n    self.zero_grad()\n    self.backward(loss)\n    self.step()\nin this order"
+LINES = "let train_batch call self.zero_grad(), self.backward(loss) and self.step(), in this order"
+SHARED = f"{LINES}, and pass TrainingOptions(accumulate=n) if batches share a step"
 DIRECT = Violation("train_batch calls optimizer.step() itself", LINES)
 CLEARED_LATE = Violation(
     "train_batch calls self.zero_grad() after a backward pass", "clear gradients only before it (SAM cannot do that)"
 )
-NOT_CLEARED = Violation(
-    "train_batch makes a backward pass without self.zero_grad() before it",
-    f"{LINES}, and pass TrainingOptions(accumulate=n) if batches share a step",
-)
+NOT_CLEARED = Violation("train_batch makes a backward pass without self.zero_grad() before it", SHARED)
 SEVERAL_ROUNDS = Violation(
     "train_batch makes a backward pass after a step, as in a GAN", "make all backward passes before the first step"
 )
 STEPPED_ALONE = Violation("train_batch makes a step without self.backward(loss)", LINES)
 STEPPED_TWICE = Violation("train_batch makes several steps of one optimizer", "make one step of each in a batch")
-NOT_STEPPED = Violation("train_batch makes no step with the helpers of the operator", LINES)
+NOT_STEPPED = Violation("train_batch makes no step with the helpers of the operator", SHARED)
 TOGETHER = Violation(
     "train_batch makes collective calls before the backward pass", "compute the loss with this worker's samples only"
 )

@@ -193,10 +193,11 @@ class KeepBatch(Policy):
 
     def trained(self, step: Step) -> None:
         self._was_trained = True
+        # Before the calls are counted: without self.backward, they are those that exchange gradients.
+        self._note(self._calls.ended() if self._decides else None)
         self._end_counting()
         if self._watches and self._schedules != [steps_of(each) for each in self._parts.schedulers]:
             self._note(None if step.closing and not self._decides else SCHEDULED)
-        self._note(self._calls.ended() if self._decides else None)
         self._note(self._calls.unlike(self._of_first))
 
     def _keep_gradients(self) -> None:

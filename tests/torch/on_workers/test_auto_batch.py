@@ -166,3 +166,23 @@ def test_what_other_workers_change_is_per_worker(kind: type[Curve], workers: int
 def test_what_other_workers_change_later_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"(?s)collective calls before the backward pass.*first step.*undone"):
         without_and_with_a_death(LaterContrasting, workers=3, **ARGUMENTS)
+
+
+class AccumulatingByHand(Curve):
+    """Makes a step in every second batch."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        (self.criterion(self.model(batch[0]), batch[1]) / 2).backward()
+        if batch_info["batch_idx"] % 2:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return {}
+
+
+def test_accumulation_by_hand_is_sent_to_the_option() -> None:
+    given = {**ARGUMENTS, "parts": 2, "use_gpu": False}
+    with (
+        TorchTrainer(training_operator_cls=AccumulatingByHand, num_workers=2, **given) as trainer,
+        pytest.raises(ConfigError, match=r"makes no step with the helpers.*TrainingOptions\(accumulate=n\)"),
+    ):
+        trainer.train()
