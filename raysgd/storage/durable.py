@@ -13,6 +13,7 @@ import shutil
 import stat
 import tempfile
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ logger = logging.getLogger("raysgd")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 PIECE = 32 << 20
+NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+FULL = (
+    ". This file is incomplete, and an older one of its name is unchanged. Free space there, or choose another folder"
+)
 _to_disk = getattr(os, "fdatasync", os.fsync)
 
 
@@ -37,7 +42,8 @@ class DurableFile(io.FileIO):
 
     def write(self, data: Any) -> int:
         """Write at most one piece and return its length, as an unbuffered file may."""
-        count = super().write(memoryview(data).cast("B")[:PIECE]) or 0
+        with self._named():
+            count = super().write(memoryview(data).cast("B")[:PIECE]) or 0
         self._written += count
         if self._written - self._flushed >= PIECE and (self._flushing is None or self._flushing.done()):
             self._settle()
@@ -60,7 +66,19 @@ class DurableFile(io.FileIO):
         """Wait until everything is on the disk. The system reports an error only once, so this also
         raises one that the thread got earlier."""
         self._settle()
-        os.fsync(self.fileno())
+        with self._named():
+            os.fsync(self.fileno())
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """A context in which the system's errors get the file's name, and what to do."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno is None:
+                raise
+            text = f"{error.strerror}{FULL * (error.errno in NO_ROOM)}"
+            raise OSError(error.errno, text, os.fspath(self.name)) from None
 
     def close(self) -> None:
         if self._thread is not None:
@@ -71,7 +89,8 @@ class DurableFile(io.FileIO):
     def _settle(self) -> None:
         flushing, self._flushing = self._flushing, None
         if flushing is not None:
-            flushing.result()
+            with self._named():
+                flushing.result()
 
 
 def rename(source: Path, target: Path) -> None:

@@ -1,14 +1,20 @@
 """A durable file is on the disk after `sync`, which also raises errors of the thread that flushes."""
 
+import errno
 import os
 import random
+import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from raysgd import AutoCheckpoint, CheckpointError
 from raysgd.storage import durable, locations
 from raysgd.storage.durable import DurableFile
+from tests.torch.small import inline
 
 DATA = random.Random(3).randbytes(100_000)
 
@@ -91,3 +97,54 @@ def test_the_descriptor_is_closed_only_after_the_flush(tmp_path: Path, monkeypat
     descriptor = file.fileno()
     file.close()
     assert ended[:1] == [descriptor]
+
+
+def write_record(folder: Path) -> None:
+    locations.write(folder / "a.json", b"{}")
+
+
+def save_model(folder: Path) -> None:
+    with inline() as trainer:
+        trainer.save(folder / "a.pt")
+
+
+def write_report(folder: Path) -> None:
+    with inline() as trainer:
+        trainer.report(folder / "a.html")
+
+
+def save_automatically(folder: Path) -> None:
+    with inline(checkpoints=AutoCheckpoint(path=folder)) as trainer:
+        trainer.fit(1, progress=False)
+
+
+WAYS: list[tuple[Callable[[Path], None], str, str]] = [
+    (write_record, "", r"\.a\.json"),
+    (save_model, "the save to {folder}/a.pt failed: ", r"\.a\.pt"),
+    (write_report, "", r"\.a\.html"),
+    (save_automatically, "the save to {folder}/loop1-", r"\.loop.*\.pt"),
+    (save_automatically, "the automatic checkpoint in {folder} could not be saved: ", r"\.loop.*\.json"),
+]
+
+
+@pytest.mark.parametrize(("way", "part", "file"), WAYS)
+@pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
+def test_a_full_disk_names_the_file_and_what_failed(
+    way: Callable[[Path], None], part: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device /dev/full is always full."""
+    opened, drafts = os.open, re.compile(rf"{re.escape(str(tmp_path))}/{file}\.\w+\.tmp")
+
+    def full(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if drafts.fullmatch(str(path)):
+            return opened("/dev/full", os.O_WRONLY)
+        return opened(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises((OSError, CheckpointError)) as caught:
+        way(tmp_path)
+    text, error = str(caught.value), caught.value
+    assert part.format(folder=tmp_path) in text and "No space left on device. This file is incomplete" in text
+    assert drafts.search(text) and "Free space there, or choose" in text
+    assert isinstance(error, CheckpointError) or error.errno == errno.ENOSPC
+    assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob("a.*"))
