@@ -113,6 +113,7 @@ class EpochLoops:
         self._loop, self._done, self._count = 0, 0, 0
         self._resumed: SavedPlace | None = None
         self._is_inside = False  # whether the body that was running had not ended
+        self._is_closed = False
         self._is_attached = False  # whether another script has left it
         self._rows_before: int | None = None  # of the history, when the body of the loop began; None outside of it
         self._calls = 0  # of `train` in this body
@@ -293,9 +294,10 @@ class EpochLoops:
 
     def close(self, *, force: bool) -> None:
         """Wait for a save that is running, unless by force, and log its error. Let other trainers
-        use the folder."""
-        if self._folder is None:
+        use the folder. A second call does nothing."""
+        if self._folder is None or self._is_closed:
             return
+        self._is_closed = True
         self.end_part()
         try:
             if not force:

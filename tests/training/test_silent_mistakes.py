@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import AutoCheckpoint, ConfigError, TorchTrainer, TrainingOptions
+from raysgd import AutoCheckpoint, ConfigError, TorchTrainer, TrainingOptions, shutdown_all
 from raysgd.callbacks import EarlyStopping
 from tests.local.group import Cluster, Fault
 from tests.torch.small import Line, inline
@@ -336,6 +336,16 @@ def leave(trainer: TorchTrainer, *, trains: bool) -> None:
             trainer.train()
         if epoch == 2:
             break
+
+
+def test_a_trainer_that_has_ended_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in a notebook, each cell of which begins with shutdown_all()."""
+    with inline(Line, checkpoints=AutoCheckpoint(path=tmp_path / "run")) as trainer:
+        leave(trainer, trains=True)
+    for _ in range(3):
+        shutdown_all()
+    trainer.shutdown()
+    assert len([each for each in caplog.messages if "left the loop" in each]) == 1
 
 
 @pytest.mark.parametrize(("trains", "loops", "lines"), [(True, 1, 1), (False, 1, 0), (True, 2, 0)])
