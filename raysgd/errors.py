@@ -176,6 +176,16 @@ ELSEWHERE = {
     "parallel": ("strategy",),
     "max_attempts": ("max_failures", "max_restarts"),
     "storage_path": ("local_dir",),
+    "world_rank": ("rank", "global_rank"),
+    "get_model": ("model", "module"),
+    "get_local_operator": ("operator",),
+}
+# What to do in place of using attributes of other libraries' operators and trainers.
+INSTEAD = {
+    "log": "return metrics from train_batch and validate_batch",
+    **dict.fromkeys(
+        ("_train_loader", "_validation_loader"), "keep the loader in an attribute of your own, beside register_data()"
+    ),
 }
 
 
@@ -184,6 +194,14 @@ def close_to(name: str, known: Iterable[str]) -> str:
     names = list(known)
     same = [ours for ours, theirs in ELSEWHERE.items() if name in theirs and ours in names]
     return next(iter(same or difflib.get_close_matches(name, names, n=1, cutoff=0.65)), "")
+
+
+def explain_missing(error: Exception, owner: Any) -> None:
+    """Say in the error of an attribute that `owner` does not have which one was meant."""
+    if isinstance(error, AttributeError) and error.obj is owner and not hasattr(type(owner), error.name):
+        meant = close_to(error.name, (each for each in dir(owner) if not each.startswith("_")))
+        if hint := INSTEAD.get(error.name, meant and f"did you mean {meant!r}?"):
+            error.args = (f"{error}: {hint}",)
 
 
 def never_called(kinds: Iterable[type], hooks: type) -> dict[str, type]:

@@ -16,7 +16,7 @@ from raysgd.core.average_meters import copy_metric
 from raysgd.core.metrics import OWN_NAMES, refuse_own_names
 from raysgd.core.sampling_plan import optimizer_steps
 from raysgd.core.timers import Timers
-from raysgd.errors import ConfigError, MissingPartError, shown
+from raysgd.errors import ConfigError, MissingPartError, explain_missing, shown
 from raysgd.training.internals import Internals
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.step import Step
@@ -318,7 +318,11 @@ class OperatorBase:
 
     def _set_up(self) -> None:
         self._in_setup = True
-        self.setup(self._config)
+        try:
+            self.setup(self._config)
+        except AttributeError as error:
+            explain_missing(error, self)
+            raise
         self._in_setup = False
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from raysgd.callbacks.history import History
 from raysgd.callbacks.printing import epoch_line
@@ -25,7 +25,7 @@ from raysgd.core.protocols import Call
 from raysgd.core.speed import Speed
 from raysgd.engine.call import EARLIER, Job, PartialResults
 from raysgd.engine.engine import Engine
-from raysgd.errors import ConfigError, suggesting
+from raysgd.errors import ConfigError, explain_missing, suggesting
 from raysgd.training import evaluation
 from raysgd.training.arguments import check_call
 from raysgd.training.call_runner import exclusive
@@ -86,6 +86,15 @@ class TrainerBase(ABC):
         self._begin()
         if calls.named is not None and not self.attached:
             calls.named.commit(engine, calls.history, calls.wants)
+
+    if not TYPE_CHECKING:  # which must still find a name that does not exist
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattribute__(name)  # again: the error may be one of a property's code
+            except AttributeError as error:
+                explain_missing(error, self)
+                raise
 
     def _begin_body(self, loop: int, done: int) -> int:
         calls = self._calls

@@ -411,6 +411,57 @@ def test_a_misspelled_method_is_noticed(method: str, meant: str) -> None:
         inline(own(**{method: lambda self, *args: {}})).shutdown()
 
 
+def reading(name: str, *, in_setup: bool = False) -> type[Line]:
+    """Return an operator that reads an attribute which it does not have."""
+
+    def setup(self: Any, config: dict[str, Any]) -> None:
+        Line.setup(self, config)
+        assert not in_setup or getattr(self, name)
+
+    return own(setup=setup, train_batch=lambda self, batch, batch_info: getattr(self, name))
+
+
+def read(name: str) -> Callable[[], Any]:
+    def call() -> None:
+        with inline() as trainer:
+            assert pickle.dumps(trainer.config) and not hasattr(trainer, "__deepcopy__")
+            getattr(trainer, name)
+
+    return call
+
+
+class Broken(TorchTrainer):
+    @property
+    def model(self) -> Any:
+        return self.config.modle  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (called("train", reading("rank")), "no attribute 'rank': did you mean 'world_rank'?"),
+        (made(operator=reading("rank", in_setup=True)), "no attribute 'rank': did you mean 'world_rank'?"),
+        (called("train", reading("modle")), "no attribute 'modle': did you mean 'model'?"),
+        (called("train", reading("log")), "no attribute 'log': return metrics from train_batch"),
+        (called("train", reading("_train_loader")), "no attribute '_train_loader': keep the loader in an attribute"),
+        (called("train", reading("quite_another")), "no attribute 'quite_another'"),
+        (read("model"), "no attribute 'model': did you mean 'get_model'?"),
+        (read("bestcheckpoint"), "did you mean 'best_checkpoint'?"),
+        (read("quite_another"), "object has no attribute 'quite_another'"),
+    ],
+)
+def test_a_missing_attribute_says_which_was_meant(call: Callable[[], Any], said: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        call()
+    text = str(caught.value)
+    assert said in text and ("did you" in text) == ("did you" in said)
+
+
+def test_an_error_within_a_trainers_property_is_that_of_its_code() -> None:
+    with Broken(training_operator_cls=Line, use_gpu=False) as trainer, pytest.raises(AttributeError, match="'modle'"):
+        _ = trainer.model
+
+
 def test_a_hook_of_another_library_is_noticed_beside_the_method_that_is_meant() -> None:
     def train_batch(self: Any, batch: Any, batch_info: Any) -> dict[str, Any]:
         return {}
