@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from raysgd.core.control import Control
+from raysgd.core.rows import SPLIT
+from raysgd.errors import ConfigError
 from raysgd.torch.data.rows import LoaderRows
 from raysgd.torch.data.sampling import is_planned
 from raysgd.torch.internals import TorchInternals
+from raysgd.torch.skipped_steps import gathered_objects
 from raysgd.training.operator_base import each_loader
 from raysgd.training.phases import Phase, phases_of
 
@@ -37,3 +42,13 @@ class RegisteredRows:
                 rows = LoaderRows.of(loader) if divided and is_planned(loader) else LoaderRows()
                 self._described[name] = loader, rows
         return {name: self._described[name][1] for name in loaders}
+
+    def check(self, control: Control) -> None:
+        """Raise ConfigError if another rank has other numbers of rows, or other indices. All ranks
+        call this together."""
+        known = {name: replace(each, content="").for_ranks for name, each in self.known(*self._data_names).items()}
+        first, *others = gathered_objects({name: rows for name, rows in known.items() if rows}, control)
+        for rank, rows in enumerate(others, 1):
+            for name, theirs in rows.items():
+                if (ours := first.get(name, theirs)) != theirs:
+                    raise ConfigError(SPLIT.format(loader=name, low=0, high=rank, ours=ours, theirs=theirs))

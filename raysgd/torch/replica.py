@@ -36,6 +36,7 @@ from raysgd.torch.settings import TorchSettings
 from raysgd.torch.skipped_steps import gathered_objects
 from raysgd.training.feed import Source
 from raysgd.training.internals import internals_of
+from raysgd.training.phases import CALLS
 from raysgd.training.replica_base import ReplicaBase
 from raysgd.training.seeding import seed_python_and_numpy
 from raysgd.training.snapshots import Copied
@@ -90,6 +91,7 @@ class TorchReplica(ReplicaBase):
         self.saved_rows: dict[str, list[Any]] = {}  # the part `rows` of the newest state that was loaded
         # Of this script, and of the one whose state this is.
         self._made_with = self._loaded_settings = made_with(internals.parts)
+        self._same_rows = rank_info.world_size == 1  # as the other ranks of this generation
         self._continues_script = False  # its state is that of another script, whose workers it has taken over
         self._loaded_from = 0  # the number of workers of the group from which a state was loaded; 0 if none was
         own = operator, internals.parts, rank_info, control, lambda: self.progress, self._unsharded_state
@@ -108,6 +110,9 @@ class TorchReplica(ReplicaBase):
     def _begin_call(self) -> None:
         if self._resharding is not None:
             self._resharding.settled()
+        if not self._same_rows and self.control.phase in CALLS.values():
+            self.rows.check(self.control)
+            self._same_rows = True
 
     def train_again(self, error: Exception) -> TrainAgain | None:
         split = self.internals.split_parts
@@ -296,6 +301,7 @@ class TorchReplica(ReplicaBase):
         if before and before != rank_info.world_size:
             self.operator.resized(before, rank_info.world_size)
         self.results.begin_part()
+        self._same_rows = rank_info.world_size == 1
 
     def hand_over(self, stay: list[int]) -> None:
         """Give the ranks that stay the shards of all ranks, before the others leave. All ranks call

@@ -103,8 +103,8 @@ class ReplicaBase(ABC):
 
     def run(self, call: Call) -> Any:
         self.control.phase = call.name
-        self._begin_call()
         try:
+            self._begin_call()
             return self._make_change(call) if call.change else call.method(self, **call.arguments)
         except DataLoaderFailure as failure:
             name = self.data_names[PHASES.get(call.name, "train")]

@@ -2,20 +2,31 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info, random_split
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+    random_split,
+)
 
 from raysgd import CheckpointError, ConfigError
 from raysgd.data import ShardedStream
 from tests.faults import LedgerOperator, Numbered
+from tests.local import group
 from tests.local.ground import Fault, LocalGround
 from tests.local.group import Cluster
 from tests.torch.data.test_rows import Whole
-from tests.torch.small import Numbers, Recording, inline, operator_of
+from tests.torch.small import Line, Numbers, Recording, inline, operator_of, rows
 
 Make = Callable[..., LocalGround]
 
@@ -130,34 +141,92 @@ class Computing(Recording):
         return super().validate_batch(batch, batch_info)
 
 
-def test_ranks_that_do_not_divide_one_data_set_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    """A split without a seed differs between ranks, and a stream that is not divided does not."""
+ANOTHER = "each worker has made another split of the data: the "
+
+
+@pytest.mark.parametrize("call", ["train", "validate"])
+def test_a_split_that_differs_between_ranks_is_an_error_before_training(call: str) -> None:
+    def register(operator: Any) -> None:
+        parts = random_split(Numbers(101), [61, 40], torch.Generator().manual_seed(operator.world_rank))
+        train, validation = (DataLoader(part, 8) for part in parts)
+        operator.register_data(train_loader=train, validation_loader=validation)
+
+    def seen(operator: Any) -> int:
+        return len(operator.seen)
+
+    with Cluster(), inline(Recording, num_workers=2) as trainer:
+        trainer.apply_all_operators(register)
+        for _ in range(2):
+            said = rf"^{ANOTHER}train_loader has 61 rows with .* on rank 1, and 61 rows .* on rank 0\. Validations"
+            with pytest.raises(ConfigError, match=said):
+                getattr(trainer, call)()
+        assert trainer.apply_all_operators(seen) == [0, 0], "batches"
+
+
+def test_a_replacement_that_splits_the_data_in_another_way_trains_nothing() -> None:
+    made: list[int] = []
+
+    class Unseeded(Line):
+        def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+            made.append(0 if len(made) < 2 else 1)
+            data = TensorDataset(*rows(101))
+            part, _ = random_split(data, [61, 40], torch.Generator().manual_seed(made[-1]))
+            return {"train_loader": DataLoader(part, 8)}
+
+    with Cluster([group.Fault("kill", "forward", rank=1, step=2)]), inline(Unseeded, num_workers=2) as trainer:
+        with pytest.raises(ConfigError, match=f"^{ANOTHER}train_loader has"):
+            for _ in range(9):
+                trainer.train()
+        assert made == [0, 0, 1] and trainer.world_size == 2
+
+
+def test_data_that_differs_between_ranks_for_a_reason_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    """raysgd does not divide it, or cannot know its rows."""
 
     def register(operator: Any) -> None:
-        train, _ = random_split(Numbers(101), [61, 40], torch.Generator().manual_seed(operator.world_rank))
-        operator.register_data(train_loader=DataLoader(train, 8), validation_loader=DataLoader(Whole(40), 8))
+        rank = operator.world_rank
+        own = {"train_loader": DataLoader(Subset(Numbers(101), range(rank, 100, 2)), 8)}
+        batches: Any = [[rank], [rank + 2]]
+        listed = {"train_loader": DataLoader(Numbers(8), batch_sampler=batches)}
+        operator.register_data(**(own if operator.config["own"] else listed))
+
+    for own in (True, False):
+        given = {"config": {"own": own}, "add_dist_sampler": not own}
+        with Cluster(), inline(Recording, num_workers=2, **given) as trainer:
+            trainer.apply_all_operators(register)
+            trainer.train()
+    assert "split of the data" not in caplog.text and "one data set" not in caplog.text
+
+
+def test_ranks_that_all_read_a_stream_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    def register(operator: Any) -> None:
+        operator.register_data(validation_loader=DataLoader(Whole(40), 8))
 
     with Cluster(), inline(Computing, num_workers=2) as trainer:
         trainer.apply_all_operators(register)
-        assert trainer.train()["num_samples"] == 61 and trainer.validate()["num_samples"] == 80, "of 40"
-        trainer.train()
-    rows, batch = (each for each in caplog.messages if "rank 0" in each or "ranks 0" in each)
-    assert "one data set: the train_loader has 61 rows with the indices " in rows
+        assert trainer.validate()["num_samples"] == 80, "of 40"
+        trainer.validate()
+    (batch,) = (each for each in caplog.messages if "ranks 0" in each)
     assert "ranks 0 and 1 have begun an epoch with the same batch of the validation_loader. Each rank seems to" in batch
 
 
 def test_loaders_with_names_that_ranks_do_not_divide_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    def register(operator: Any) -> None:
-        rows = {"equal": Numbers(40), "longer": Numbers(40 + operator.world_rank), "whole": Whole(40)}
+    def register(operator: Any, longer: int = 0) -> None:
+        rows = {"equal": Numbers(40), "longer": Numbers(40 + longer * operator.world_rank), "whole": Whole(40)}
         operator.register_data(validation_loader={name: DataLoader(data, 8) for name, data in rows.items()})
 
     with Cluster(), inline(Computing, num_workers=2) as trainer:
         trainer.apply_all_operators(register)
         for _ in range(2):
             trainer.validate()
-    rows, batch = (each for each in caplog.messages if "rank 0" in each or "ranks 0" in each)
-    assert "the validation_loader['longer'] has 41 rows on rank 1, and 40 rows on rank 0." in rows
+    (batch,) = (each for each in caplog.messages if "rank 0" in each or "ranks 0" in each)
     assert "have begun an epoch with the same batch of the validation_loader['whole']. Each rank seems to" in batch
+    with Cluster(), inline(Computing, num_workers=2) as trainer:
+        trainer.apply_all_operators(partial(register, longer=1))
+        with pytest.raises(
+            ConfigError, match=r"validation_loader\['longer'\] has 41 rows on rank 1, and 40 rows on rank 0"
+        ):
+            trainer.validate()
 
 
 def test_loaders_with_other_names_on_another_rank_are_an_error() -> None:
