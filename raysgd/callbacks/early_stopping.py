@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from raysgd.callbacks.base import Callback, CallResult, Run
 from raysgd.callbacks.writers import row_of
 from raysgd.config import at_least, one_of
-from raysgd.core.metrics import plain
+from raysgd.core.metrics import plain, unmeasured
 from raysgd.errors import ConfigError, counted
 
 logger = logging.getLogger("raysgd")
@@ -96,9 +96,7 @@ class EarlyStopping(Callback):
             )
         row, self._measured = row_of(result), bool(self._measured)
         if result.kind == "validate" and self._metric.startswith("val") and self._metric not in row:
-            raise ConfigError(
-                f"EarlyStopping({self._metric!r}) was not measured: choose one of {', '.join(result.metrics)}"
-            )
+            raise unmeasured(f"EarlyStopping({self._metric!r})", self._metric, result.metrics)
         self._see(row)
 
     def on_end(self, failed: bool) -> None:

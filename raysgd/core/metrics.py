@@ -17,7 +17,7 @@ from typing import Any
 
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core.speed import Sums
-from raysgd.errors import ConfigError, shown
+from raysgd.errors import ConfigError, close_to, shown
 
 SKIPPED = "skipped_steps"
 LARGEST = sys.float_info.max
@@ -75,6 +75,13 @@ class WeightedMean(float):
 
     def __reduce__(self) -> Any:
         return WeightedMean, (float(self), self.weight)
+
+
+def unmeasured(argument: str, metric: str, names: Collection[str]) -> ConfigError:
+    """The error of an `argument` that names a metric which is none of these."""
+    meant = close_to(metric, names)
+    hint = f"did you mean {meant!r}?" if meant else f"choose one of {', '.join(sorted(names))}"
+    return ConfigError(f"{argument} was not measured: {hint}")
 
 
 def refuse_own_names(result: Mapping[Any, Any], *, of: str, names: Set[str] = OWN_NAMES) -> None:

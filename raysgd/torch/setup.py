@@ -34,6 +34,7 @@ from raysgd.torch.options import TrainingOptions
 from raysgd.torch.replica import TorchReplica
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.arguments import check_config, needs_ray
+from raysgd.training.auto_checkpoint import AutoCheckpoint, wanted_metrics
 from raysgd.workers.cluster import gpus_for_workers
 
 logger = logging.getLogger("raysgd")
@@ -189,7 +190,7 @@ def sharded_state(
     return ShardedState(settings.options.replicas, TorchReplica.hand_over, saved)
 
 
-def wanted_by(callbacks: Sequence[Callback]) -> dict[str, Any]:
+def wanted_by(callbacks: Sequence[Callback], checkpoints: AutoCheckpoint | None) -> dict[str, Any]:
     """The settings that make the replicas do what callbacks want of workers."""
     wanted = wanted_on_workers(callbacks)
     profilers = [each for each in wanted if not isinstance(each, (Averaging, Measure))]
@@ -198,7 +199,8 @@ def wanted_by(callbacks: Sequence[Callback]) -> dict[str, Any]:
             f"callbacks can have one TorchProfilerCallback, and no on_workers of their own, got {profilers}"
         )
     profiler = next(iter(profilers), None)
-    return {"ema_decay": averaging_in(wanted), "measures": measures_in(wanted), "profiler": profiler}
+    named = wanted_metrics(callbacks, checkpoints)
+    return {"ema_decay": averaging_in(wanted), "measures": measures_in(wanted), "profiler": profiler, "wanted": named}
 
 
 def check_predicted(data: Any, batch_size: Any) -> None:

@@ -154,7 +154,7 @@ class TorchTrainer(TrainerBase):
             **of_process,
             options=options,
             **strategy.of_replicas(num_workers, options),
-            **setup.wanted_by(callbacks),
+            **setup.wanted_by(callbacks, checkpoints),
             add_dist_sampler=add_dist_sampler,
             seed=seed,
             scheduler_step_freq=scheduler_step_freq,

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from raysgd.callbacks.early_stopping import warn_of_mode
-from raysgd.callbacks.writers import ROW_FIELDS, for_json
+from raysgd.callbacks.base import Callback
+from raysgd.callbacks.early_stopping import EarlyStopping, warn_of_mode
+from raysgd.callbacks.writers import COUNTS, ROW_FIELDS, for_json
 from raysgd.config import at_least, is_real, one_of
 from raysgd.core.metrics import Measured, WeightedMean
 from raysgd.errors import CheckpointError, ConfigError, suggesting_fields
@@ -73,6 +74,19 @@ class AutoCheckpoint:
             warn_of_mode(f"AutoCheckpoint(best={self.best!r}) keeps the checkpoint with", self.best, self.mode)
         if not isinstance(self.trusted, bool):
             raise ConfigError(f"trusted must be True or False, got {self.trusted!r}")
+
+
+def wanted_metrics(callbacks: Sequence[Callback], checkpoints: AutoCheckpoint | None) -> dict[str, str]:
+    """The metrics that operators must measure, and which argument names each. Callbacks may add
+    others: those of users any, and those of raysgd some without a prefix."""
+    adding = [each for each in callbacks if each.on_workers or type(each).extra_metrics is not Callback.extra_metrics]
+    if not all(type(each).__module__.startswith("raysgd.") for each in adding):
+        return {}
+    best = checkpoints.best if checkpoints is not None else None
+    stops = [each._metric for each in callbacks if isinstance(each, EarlyStopping)]
+    named = {best: f"AutoCheckpoint(best={best!r})"} | {each: f"EarlyStopping({each!r})" for each in stops}
+    own = (*COUNTS, *("lr", "grad_norm", "samples_per") * bool(adding))
+    return {name: named[name] for name in named if name and not name.removeprefix("last_").startswith(own)}
 
 
 @dataclass(frozen=True, order=True)

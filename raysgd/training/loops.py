@@ -12,7 +12,7 @@ from typing import Any
 
 from raysgd.callbacks.history import History
 from raysgd.config import object_of
-from raysgd.core.metrics import Measured
+from raysgd.core.metrics import Measured, unmeasured
 from raysgd.errors import CheckpointError, ConfigError, counted
 from raysgd.training.auto_checkpoint import AutoCheckpoint, CheckpointFolder, SavedPlace, is_finite, measured_in
 from raysgd.training.within_call import Contents, Schedule, WithinCall
@@ -285,8 +285,8 @@ class EpochLoops:
         if found or name is None:
             return float(found[-1]) if found else None
         if any(row["kind"] == "validate" for row in rows):
-            measured = sorted({each for row in rows for each, value in row.items() if isinstance(value, (int, float))})
-            raise ConfigError(f"AutoCheckpoint(best={name!r}) was not measured: choose one of {', '.join(measured)}")
+            measured = {each for row in rows for each, value in row.items() if isinstance(value, (int, float))}
+            raise unmeasured(f"AutoCheckpoint(best={name!r})", name, measured)
         return None
 
     def _place_at(self, step: int) -> SavedPlace:

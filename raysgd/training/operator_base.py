@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from raysgd.config import at_least
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core.average_meters import copy_metric
-from raysgd.core.metrics import OWN_NAMES, refuse_own_names
+from raysgd.core.metrics import OWN_NAMES, refuse_own_names, unmeasured
 from raysgd.core.sampling_plan import optimizer_steps
 from raysgd.core.timers import Timers
 from raysgd.errors import ConfigError, MissingPartError, explain_missing, shown
@@ -125,6 +125,7 @@ class OperatorBase:
         self.timers = Timers()
         self.global_step = 0
         self._in_setup = False
+        self._names: dict[str, set[str]] = {}  # of metrics, by the loop that has measured them
 
     # -- what users override --------------------------------------------------------------------------
 
@@ -179,6 +180,8 @@ class OperatorBase:
             if schedule is not None:
                 schedule.end()
             self._count(step, metrics, batch=batch)
+            if not batch_idx:
+                self._check_wanted("train_epoch", metrics)
             if self.global_step != count:
                 self._internals.warn_once(COUNTS_STEPS, type(self).__name__)
             batch_idx += step.current.whole  # otherwise, another part of the same batch follows
@@ -203,6 +206,8 @@ class OperatorBase:
             step = internals.feed.step
             metrics = method(batch, {"batch_idx": batch_idx, **(info or {})})
             self._count(step, metrics, name, batch)
+            if not batch_idx:
+                self._check_wanted("validate", metrics)
             batch_idx += step.current.whole
         return self._summary()
 
@@ -388,6 +393,23 @@ class OperatorBase:
             step.metrics.clear()
         except (TypeError, ValueError) as error:
             raise type(error)(f"{type(self).__name__}.{of} returned an invalid metric: {error}") from None
+
+    def _check_wanted(self, loop: str, metrics: Mapping[str, Any]) -> None:
+        """Raise ConfigError if an argument of the trainer names a metric that the first batch of a
+        default `loop` shows to be missing. What has no prefix is known after both loops."""
+        internals, wanted, own = self._internals, self._settings.wanted, getattr(type(self), loop).__module__
+        if not wanted or self._parts.metrics or internals.testing or not (metrics and own.startswith("raysgd.")):
+            return
+        prefix, loaders = internals.prefix, getattr(self._parts, "validation_loader", None)
+        if loop == "validate" and isinstance(loaders, Mapping):
+            metrics = {f"{prefix}{each}_{name.removeprefix(prefix)}": 0 for each in loaders for name in metrics}
+        self._names[loop] = set(metrics)
+        names = set().union(*self._names.values())
+        for name, argument in wanted.items() if internals.rank_info.world_rank == 0 else ():
+            bare = name.removeprefix("last_")
+            begin = {"train": "train_epoch", "val": "validate", "test": "test"}.get(bare.partition("_")[0], "")
+            if bare not in names and (begin == loop or (not begin and loop == "validate" and len(self._names) == 2)):
+                raise unmeasured(argument, name, names)
 
     def _summary(self) -> dict[str, Any]:
         """Collect what the loop has measured. Warn of what cannot be averaged."""

@@ -3,6 +3,7 @@ Both."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ class ReplicaSettings:
     seed         the trainer's `seed`
     elastic      the trainer's: `batch` and `lr` are for replicas
     measures     what the workers measure for callbacks: `MEASURES` of raysgd.callbacks.monitors
+    wanted       metrics that are looked for after the first batch, and which argument of the trainer names each
     """
 
     use_gpu: bool = False
@@ -33,6 +35,7 @@ class ReplicaSettings:
     seed: int | None = None
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     measures: frozenset[str] = frozenset()
+    wanted: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         seed = self.seed

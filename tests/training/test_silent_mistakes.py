@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import AutoCheckpoint, ConfigError, TorchTrainer, TrainingOptions, shutdown_all
-from raysgd.callbacks import EarlyStopping
+from raysgd.callbacks import Callback, EarlyStopping, GradientNormMonitor
 from tests.local.group import Cluster, Fault
 from tests.torch.small import Line, inline
 
@@ -328,6 +328,86 @@ def test_a_best_checkpoint_without_its_metric_is_named_once(validates: int, tmp_
         assert (trainer.best_checkpoint is None) == (not validates)
     said = "AutoCheckpoint(best='val_loss') had no effect, because no result had this metric"
     assert caplog.messages == [said] * (not validates)
+
+
+class Counting(Line):
+    """Counts its batches, and names a metric without a prefix."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.trained = self.validated = 0
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.trained += 1
+        return {**super().train_batch(batch, batch_info), "share": 0.5}
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.validated += 1
+        return super().validate_batch(batch, batch_info)
+
+    def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+        found = super().loaders(config)
+        if config.get("named"):
+            found["validation_loader"] = dict.fromkeys(("easy", "hard"), found["validation_loader"])
+        return found
+
+
+class OwnEpoch(Counting):
+    def train_epoch(self, iterator: Any, info: Any = None, num_steps: Any = None, epoch_idx: int = 0) -> Any:
+        return {**super().train_epoch(iterator, info, num_steps, epoch_idx), "train_own": 1.0}
+
+
+class Adding(Callback):
+    def extra_metrics(self, result: Any) -> dict[str, Any]:
+        return {"val_extra": 1.0}
+
+
+# (batches trained and validated when the error comes, the metric, what it says)
+WRONG: list[tuple[int, int, str, str]] = [
+    (1, 0, "train_los", "did you mean 'train_loss'?"),
+    (1, 0, "last_train_los", "did you mean 'train_loss'?"),
+    (3, 1, "val_los", "did you mean 'val_loss'?"),
+    (3, 1, "quality", "choose one of num_samples, share, train_loss, val_"),
+]
+RIGHT: list[tuple[str, dict[str, Any]]] = [
+    ("train_loss", {}),
+    ("last_val_loss", {}),
+    ("share", {}),
+    ("seconds", {}),
+    ("val_hard_loss", {"config": {"named": True}}),
+    ("train_own", {"operator": OwnEpoch}),
+    ("val_extra", {"callbacks": [Adding()]}),
+    ("grad_norm", {"callbacks": [GradientNormMonitor()]}),
+]
+
+
+def naming(way: str, metric: str, folder: Path, **given: Any) -> TorchTrainer:
+    callbacks = given.pop("callbacks", [])
+    if way == "best":
+        given["checkpoints"] = AutoCheckpoint(path=folder / "run", best=metric)
+    else:
+        callbacks = [*callbacks, EarlyStopping(metric)]
+    return inline(given.pop("operator", Counting), callbacks=callbacks, **given)
+
+
+@pytest.mark.parametrize("way", ["best", "stopping"])
+@pytest.mark.parametrize(("trained", "validated", "metric", "said"), WRONG)
+def test_a_metric_that_is_not_measured_is_found_in_a_first_batch(
+    trained: int, validated: int, metric: str, said: str, way: str, tmp_path: Path
+) -> None:
+    with naming(way, metric, tmp_path) as trainer:
+        with pytest.raises(ConfigError) as caught:
+            trainer.fit(3, progress=False)
+        assert f"{metric!r}) was not measured: " in str(caught.value) and said in str(caught.value)
+        assert trainer.apply_all_operators(lambda each: (each.trained, each.validated)) == [(trained, validated)]
+
+
+@pytest.mark.parametrize("way", ["best", "stopping"])
+@pytest.mark.parametrize(("metric", "given"), RIGHT)
+def test_a_metric_that_is_measured_or_may_be_is_none(metric: str, given: Any, way: str, tmp_path: Path) -> None:
+    with naming(way, metric, tmp_path, **given) as trainer:
+        trainer.fit(2, progress=False)
+        assert any(metric in row for row in trainer.history)
 
 
 def leave(trainer: TorchTrainer, *, trains: bool) -> None:
