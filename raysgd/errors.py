@@ -181,12 +181,8 @@ ELSEWHERE = {
     "get_local_operator": ("operator",),
 }
 # What to do in place of using attributes of other libraries' operators and trainers.
-INSTEAD = {
-    "log": "return metrics from train_batch and validate_batch",
-    **dict.fromkeys(
-        ("_train_loader", "_validation_loader"), "keep the loader in an attribute of your own, beside register_data()"
-    ),
-}
+LOADER = "keep the loader in an attribute of your own, beside register_data()"
+INSTEAD = {"log": "return metrics from train_batch", "_train_loader": LOADER, "_validation_loader": LOADER}
 
 
 def close_to(name: str, known: Iterable[str]) -> str:
@@ -196,11 +192,14 @@ def close_to(name: str, known: Iterable[str]) -> str:
     return next(iter(same or difflib.get_close_matches(name, names, n=1, cutoff=0.65)), "")
 
 
-def explain_missing(error: Exception, owner: Any) -> None:
-    """Say in the error of an attribute that `owner` does not have which one was meant."""
-    if isinstance(error, AttributeError) and error.obj is owner and not hasattr(type(owner), error.name):
-        meant = close_to(error.name, (each for each in dir(owner) if not each.startswith("_")))
-        if hint := INSTEAD.get(error.name, meant and f"did you mean {meant!r}?"):
+def explain_missing(error: BaseException) -> None:
+    """Say in the error of an attribute that an object of raysgd's does not have which one was
+    meant."""
+    if not isinstance(error, AttributeError) or hasattr(type(error.obj), name := str(error.name)):
+        return
+    if any(each.__module__.startswith("raysgd.") for each in type(error.obj).__mro__):
+        meant = close_to(name, (each for each in dir(error.obj) if not each.startswith("_")))
+        if hint := INSTEAD.get(name, meant and f"did you mean {meant!r}?"):
             error.args = (f"{error}: {hint}",)
 
 

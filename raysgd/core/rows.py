@@ -6,17 +6,11 @@ from collections.abc import Mapping
 
 from raysgd.core.metrics import Measured
 
-CURE = (
-    "Let setup() make the same data set on every worker, for example with random_split(..., generator=torch.Generator().manual_seed(0)), "
-    "or pass seed=... to the trainer. If you divide the data yourself, pass add_dist_sampler=False"
-)
-SPLIT = (
-    "each worker has made another split of the data: the {loader} has {theirs} on rank {high}, and {ours} on rank {low}. Validations "
-    f"would use rows that other workers train on, so the call has not begun. {CURE}"
-)
 OTHER = (
-    "the ranks do not divide one data set: the {loader} has {theirs} on rank {high}, and {ours} on rank {low}. Some rows are used "
-    f"several times, and others never. {CURE}"
+    "each worker has made other data, or another split of it: the {loader} has {theirs} on rank {high}, and {ours} on rank {low}. Some "
+    "rows are used several times, and validations use rows of the training data. Let setup() make the same data on every worker, for "
+    "example with random_split(..., generator=torch.Generator().manual_seed(0)), or pass seed=... to the trainer. If you divide the data "
+    "yourself, pass add_dist_sampler=False"
 )
 SAME = (
     "ranks {low} and {high} have begun an epoch with the same batch of the {loader}. Each rank seems to read all of the data, so each "

@@ -23,7 +23,6 @@ logger = logging.getLogger("raysgd")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 PIECE = 32 << 20
-NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 FULL = (
     ". This file is incomplete, and an older one of its name is unchanged. Free space there, or choose another folder"
 )
@@ -77,7 +76,7 @@ class DurableFile(io.FileIO):
         except OSError as error:
             if error.errno is None:
                 raise
-            text = f"{error.strerror}{FULL * (error.errno in NO_ROOM)}"
+            text = f"{error.strerror}{FULL * (error.errno in (errno.ENOSPC, errno.EDQUOT))}"
             raise OSError(error.errno, text, os.fspath(self.name)) from None
 
     def close(self) -> None:

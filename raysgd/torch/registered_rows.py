@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd.core.control import Control
-from raysgd.core.rows import SPLIT
+from raysgd.core.metrics import Measured
+from raysgd.core.rows import RowsCheck
 from raysgd.errors import ConfigError
 from raysgd.torch.data.rows import LoaderRows
 from raysgd.torch.data.sampling import is_planned
@@ -47,8 +48,7 @@ class RegisteredRows:
         """Raise ConfigError if another rank has other numbers of rows, or other indices. All ranks
         call this together."""
         known = {name: replace(each, content="").for_ranks for name, each in self.known(*self._data_names).items()}
-        first, *others = gathered_objects({name: rows for name, rows in known.items() if rows}, control)
-        for rank, rows in enumerate(others, 1):
-            for name, theirs in rows.items():
-                if (ours := first.get(name, theirs)) != theirs:
-                    raise ConfigError(SPLIT.format(loader=name, low=0, high=rank, ours=ours, theirs=theirs))
+        check = RowsCheck()
+        for rank, rows in enumerate(gathered_objects({name: each for name, each in known.items() if each}, control)):
+            for text in check.see(str(rank), rank, Measured(rows=rows)):
+                raise ConfigError(text)

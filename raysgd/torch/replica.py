@@ -49,6 +49,10 @@ OTHER_PARTS = (
     "results, pass parts=%d, and let num_workers times the loader's batch_size be as in that run: otherwise, an epoch has another number "
     "of steps, and schedules that count steps are at another place"
 )
+OTHER_BATCH = (
+    "the steps of the checkpoint's run have %d rows, and those of this trainer have %d (parts times the loader's batch_size). Learning "
+    "rates and schedules continue as they were for the other steps. Pass the batch_size of that run, or ignore this if it should differ"
+)
 BEGINS_AGAIN = (
     "the checkpoint is %d batches into an epoch of a %s, which has no position to save. This epoch begins again, so some samples are "
     "used twice. To continue within an epoch, use a loader with state_dict and load_state_dict"
@@ -167,6 +171,7 @@ class TorchReplica(ReplicaBase):
         found = {
             **self.positions(),
             "parts": self.internals.settings.all_parts,
+            "batch_size": getattr(loader, "batch_size", None),
             **self.internals.part_states.state(),
             **loaders,
         }
@@ -275,6 +280,9 @@ class TorchReplica(ReplicaBase):
         saved = state.get("parts", parts)
         if saved != parts and self.rank == 0 and keep.mode != PER_WORKER:
             logger.warning(OTHER_PARTS, saved, parts, saved)
+        size, here = state.get("batch_size"), getattr(self.internals.parts.train_loader, "batch_size", None)
+        if saved == parts and size and here and size != here and self.rank == 0:
+            logger.warning(OTHER_BATCH, size * parts, here * parts)
         keep.loaded()
         warn_of_ignored(self.internals, self._made_with, self._loaded_settings)
 

@@ -78,13 +78,17 @@ def compare_with_run(operator: Scheduling, scheduler: Any) -> None:
         return
     (length, end), epochs = known, 0 if made else operator._internals.epochs or 0
     by_user = operator.scheduler_step_freq == SCHEDULER_STEP_MANUAL
-    here = _steps_in(operator, epochs or 1, operator._settings.num_workers)
+    by_epoch = operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
+    workers = operator._settings.num_workers
+    here = _steps_in(operator, epochs or 1, workers)
     if here is None or (by_user and length != planned):
         return
     total, most = made + here, max(length, planned or 0)
     by_loader = length == _steps_in(operator, epochs, 1) != total
     if end and total > most and (epochs or _goes_on(operator, most)):
         consequence = end
+    elif by_epoch and not made and epochs <= 1 < (operator._steps_by_now(workers) or 0) and length == planned:
+        consequence = "it makes one in each epoch, and total_steps() has counted those of the optimizer"
     elif total < length and (epochs > 1 or by_loader):
         consequence = "training ends before the schedule, with another learning rate than its last one"
     else:
@@ -92,7 +96,7 @@ def compare_with_run(operator: Scheduling, scheduler: Any) -> None:
     until = f"loop over {counted(epochs, 'epoch')}" if epochs else "call of train()"
     until += f" with num_steps={operator._internals.num_steps}" * bool(operator._internals.num_steps)
     how = f", with self.total_steps(epochs={epochs or '...'})"
-    how = "" if operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH else how + COUNTED_BY_LOADER * by_loader
+    how = "" if by_epoch else how + COUNTED_BY_LOADER * by_loader
     operator._internals.warn_once(OTHER_LENGTH, type(scheduler).__name__, length, total, until, consequence, how)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,6 +21,7 @@ from raysgd.errors import CheckpointError, ConfigError, suggesting
 from raysgd.torch import replica_calls, setup
 from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.sharded import ShardedLoads, save_shards
+from raysgd.torch.foreign import content_version
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.rank_comparison import summary_of
@@ -40,9 +43,8 @@ from raysgd.training.within_call import Contents
 logger = logging.getLogger("raysgd")
 
 CHANGED_COPY = (
-    "the script has changed the operator that get_local_operator() returned. That is a copy, because no worker is in this process, so "
-    "training continues without the change. Make the change with trainer.apply_all_operators(fn). Ignore this if only the copy should "
-    "change"
+    "the script has changed what %s returned. That is a copy, so training continues without the change. Make the change with "
+    "trainer.apply_all_operators(fn). Ignore this if only the copy should change"
 )
 
 
@@ -99,7 +101,8 @@ class TorchTrainer(TrainerBase):
     """
 
     _loads: ShardedLoads
-    _lent: tuple[TrainingOperator, str] | None = None  # the newest copy of an operator, and a summary of its state
+    _lent: Mapping[Any, Any] = MappingProxyType({})  # copies since the last call of `train`, with their states, weak
+    _newest: TrainingOperator | None = None  # of these
     _in_parts = True
 
     @suggesting
@@ -199,9 +202,10 @@ class TorchTrainer(TrainerBase):
         """
         check_call(num_steps, max_retries, info)
         check_flags(profile=profile, reduce_results=reduce_results)
-        lent, self._lent = self._lent, None
-        if lent is not None and _summary(lent[0]) != lent[1]:
-            logger.warning(CHANGED_COPY)
+        changed = [each for each, before in self._lent.items() if _summary(each) != before]
+        for name in {f"get_{'local_operator' if each is self._newest else 'model'}()" for each in changed}:
+            logger.warning(CHANGED_COPY, name)
+        self._lent, self._newest = {}, None
         data = self._packed(setup.opened(dataset, self._engine.group, named=self._calls.named is not None))
         job = self._train_job(num_steps, profile, info, max_retries, dataset=data, reduced=reduce_results)
         try:
@@ -283,6 +287,7 @@ class TorchTrainer(TrainerBase):
         models: list[Any] = self._first(replica_calls.get_model, averaged=averaged)
         if self.use_gpu and not to_cpu and torch.cuda.is_available():
             models = [model.cuda() for model in models]
+        self._lent = WeakKeyDictionary({**self._lent, **{model: _summary(model) for model in models}})
         return models[0] if len(models) == 1 else models
 
     @exclusive
@@ -299,7 +304,7 @@ class TorchTrainer(TrainerBase):
             )
             operator = self._factory.operator_cls(dict(self._factory.config), settings=settings)
             states.restore(operator, internals_of(operator).parts, self.state_dict())
-            self._lent = operator, _summary(operator)
+            self._lent, self._newest = WeakKeyDictionary({**self._lent, operator: _summary(operator)}), operator
         return operator
 
     @exclusive
@@ -371,5 +376,8 @@ class TorchTrainer(TrainerBase):
         return offers.torch_trainable(cls, override_tune_step=override_tune_step, **arguments)
 
 
-def _summary(operator: TrainingOperator) -> str:
-    return summary_of(operator, internals_of(operator).parts).as_text()
+def _summary(copy: Any) -> str | list[int]:
+    """The state of an operator, or how often the parameters of a model have been changed."""
+    if isinstance(copy, TrainingOperator):
+        return summary_of(copy, internals_of(copy).parts).as_text()
+    return [content_version(each) for each in copy.parameters()]

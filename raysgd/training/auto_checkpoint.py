@@ -30,6 +30,7 @@ NAME = re.compile(r"loop(\d+)-epoch(\d+)-step(\d+)")
 DRAFT = re.compile(rf"\.{NAME.pattern}\.\w+\.[0-9a-f]{{8}}\.tmp")
 RECORD = ".json"  # written after the checkpoint: a checkpoint without its record is incomplete, and is never loaded
 HISTORY = "raysgd-history.jsonl"
+ADDED = (*COUNTS, "lr", "grad_norm", "samples_per")  # how metrics begin that raysgd adds
 RELEASE_S = 5.0  # how long a shutdown by force waits for a record that is being written
 LISTED = 3  # files in a message
 
@@ -77,16 +78,14 @@ class AutoCheckpoint:
 
 
 def wanted_metrics(callbacks: Sequence[Callback], checkpoints: AutoCheckpoint | None) -> dict[str, str]:
-    """The metrics that operators must measure, and which argument names each. Callbacks may add
-    others: those of users any, and those of raysgd some without a prefix."""
-    adding = [each for each in callbacks if each.on_workers or type(each).extra_metrics is not Callback.extra_metrics]
-    if not all(type(each).__module__.startswith("raysgd.") for each in adding):
+    """The metrics that operators must measure, and which argument names each. None are known if a
+    callback of the user's adds some."""
+    if not all(type(each).extra_metrics.__module__.startswith("raysgd.") for each in callbacks):
         return {}
-    best = checkpoints.best if checkpoints is not None else None
+    best = None if checkpoints is None else checkpoints.best
     stops = [each._metric for each in callbacks if isinstance(each, EarlyStopping)]
     named = {best: f"AutoCheckpoint(best={best!r})"} | {each: f"EarlyStopping({each!r})" for each in stops}
-    own = (*COUNTS, *("lr", "grad_norm", "samples_per") * bool(adding))
-    return {name: named[name] for name in named if name and not name.removeprefix("last_").startswith(own)}
+    return {name: named[name] for name in named if name and not name.removeprefix("last_").startswith(ADDED)}
 
 
 @dataclass(frozen=True, order=True)

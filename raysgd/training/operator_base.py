@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from raysgd.core.average_meters import copy_metric
 from raysgd.core.metrics import OWN_NAMES, refuse_own_names, unmeasured
 from raysgd.core.sampling_plan import optimizer_steps
 from raysgd.core.timers import Timers
-from raysgd.errors import ConfigError, MissingPartError, explain_missing, shown
+from raysgd.errors import ConfigError, MissingPartError, shown
 from raysgd.training.internals import Internals
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.step import Step
@@ -180,8 +180,6 @@ class OperatorBase:
             if schedule is not None:
                 schedule.end()
             self._count(step, metrics, batch=batch)
-            if not batch_idx:
-                self._check_wanted("train_epoch", metrics)
             if self.global_step != count:
                 self._internals.warn_once(COUNTS_STEPS, type(self).__name__)
             batch_idx += step.current.whole  # otherwise, another part of the same batch follows
@@ -206,8 +204,6 @@ class OperatorBase:
             step = internals.feed.step
             metrics = method(batch, {"batch_idx": batch_idx, **(info or {})})
             self._count(step, metrics, name, batch)
-            if not batch_idx:
-                self._check_wanted("validate", metrics)
             batch_idx += step.current.whole
         return self._summary()
 
@@ -323,11 +319,7 @@ class OperatorBase:
 
     def _set_up(self) -> None:
         self._in_setup = True
-        try:
-            self.setup(self._config)
-        except AttributeError as error:
-            explain_missing(error, self)
-            raise
+        self.setup(self._config)
         self._in_setup = False
 
     @property
@@ -369,6 +361,8 @@ class OperatorBase:
             raise TypeError(f"{type(self).__name__}.{of} must return a dict of metrics, got {shown(metrics)}")
         if not OWN_NAMES.isdisjoint(metrics):
             refuse_own_names(metrics, of=f"{type(self).__name__}.{of}")
+        if self._settings.wanted and not self._internals.meter.batch_count:
+            self._check_wanted(of, metrics)
         values, meter = dict(metrics), self._internals.meter
         samples = values.pop(NUM_SAMPLES) if NUM_SAMPLES in values else self._samples_in(batch)
         known = step.current.samples
@@ -394,21 +388,21 @@ class OperatorBase:
         except (TypeError, ValueError) as error:
             raise type(error)(f"{type(self).__name__}.{of} returned an invalid metric: {error}") from None
 
-    def _check_wanted(self, loop: str, metrics: Mapping[str, Any]) -> None:
+    def _check_wanted(self, of: str, names: Collection[str]) -> None:
         """Raise ConfigError if an argument of the trainer names a metric that the first batch of a
-        default `loop` shows to be missing. What has no prefix is known after both loops."""
-        internals, wanted, own = self._internals, self._settings.wanted, getattr(type(self), loop).__module__
-        if not wanted or self._parts.metrics or internals.testing or not (metrics and own.startswith("raysgd.")):
+        default loop shows to be missing. One without a prefix is known after both loops."""
+        loop = {"train_batch": "train_epoch"}.get(of, "validate")
+        default = getattr(type(self), loop).__module__ in (__name__, "raysgd.torch.operator")
+        if not (default and names) or of == "test_batch" or self._parts.metrics or self._rank():
             return
-        prefix, loaders = internals.prefix, getattr(self._parts, "validation_loader", None)
-        if loop == "validate" and isinstance(loaders, Mapping):
-            metrics = {f"{prefix}{each}_{name.removeprefix(prefix)}": 0 for each in loaders for name in metrics}
-        self._names[loop] = set(metrics)
-        names = set().union(*self._names.values())
-        for name, argument in wanted.items() if internals.rank_info.world_rank == 0 else ():
+        if loop == "validate" and isinstance(loaders := self._parts.validation_loader, Mapping):
+            names = [f"val_{each}_{name.removeprefix('val_')}" for each in loaders for name in names]
+        self._names[loop] = set(names)
+        names, both = set().union(*self._names.values()), len(self._names) == 2
+        for name, argument in self._settings.wanted.items():
             bare = name.removeprefix("last_")
-            begin = {"train": "train_epoch", "val": "validate", "test": "test"}.get(bare.partition("_")[0], "")
-            if bare not in names and (begin == loop or (not begin and loop == "validate" and len(self._names) == 2)):
+            of = {"train": "train_epoch", "val": "validate", "test": "test"}.get(bare.partition("_")[0], loop * both)
+            if of == loop and bare not in names:
                 raise unmeasured(argument, name, names)
 
     def _summary(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.rank_comparison import Summary
 from raysgd.core.ranks import RankInfo
-from raysgd.errors import ConfigError, explain_missing
+from raysgd.errors import ConfigError
 from raysgd.training.evaluation import Evaluations
 from raysgd.training.feed import Carrier, Feed, MembershipChange, Source
 from raysgd.training.internals import Internals, internals_of
@@ -114,7 +114,6 @@ class ReplicaBase(ABC):
         except Exception as error:
             again = self.train_again(error) if call.name == "train" else None
             if again is None:
-                explain_missing(error, self.operator)  # here, as an operator's __getattr__ would slow each attribute
                 raise
             return again.interrupted(self.partial(), self.progress)
         finally:

@@ -93,7 +93,7 @@ class TrainerBase(ABC):
             try:
                 return super().__getattribute__(name)  # again: the error may be one of a property's code
             except AttributeError as error:
-                explain_missing(error, self)
+                explain_missing(error)
                 raise
 
     def _begin_body(self, loop: int, done: int) -> int:

@@ -20,7 +20,7 @@ from raysgd.core.outcomes import GPU, Failed, GpuFault, Interrupted, Left, Ok, O
 from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend, Replica, ReplicaFactory
 from raysgd.core.ranks import RankInfo
-from raysgd.errors import described, shown, text_of
+from raysgd.errors import described, explain_missing, shown, text_of
 from raysgd.workers.calls import Blob, PickledObject, unpickle
 from raysgd.workers.foreign import is_exit_of_actor
 from raysgd.workers.gpu_faults import is_out_of_memory, wait_for_memory
@@ -147,6 +147,7 @@ class ReplicaHost:
             return False
 
     def _failed(self, error: BaseException, called: str) -> Failed:
+        explain_missing(error)  # an operator's __getattr__ would slow each access of an attribute
         text = _formatted(error)
         if isinstance(error, SystemExit):
             error = exited(error, called, self._rank)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import AutoCheckpoint, ConfigError, TorchTrainer, TrainingOptions, shutdown_all
 from raysgd.callbacks import Callback, EarlyStopping, GradientNormMonitor
 from tests.local.group import Cluster, Fault
-from tests.torch.small import Line, inline
+from tests.torch.small import Line, inline, weights
 
 
 def halving(optimizer: Any) -> Any:
@@ -97,6 +97,70 @@ def test_a_copy_of_an_operator_that_is_changed_is_named(changes: bool, caplog: p
         assert trainer.apply_all_operators(lambda each: each.optimizer.param_groups[0]["lr"]) == [0.1, 0.1]
     said = "get_local_operator() returned. That is a copy"
     assert len([each for each in caplog.messages if said in each]) == changes
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("does", ["trains it", "evaluates it"])
+def test_a_copy_of_the_model_that_is_changed_is_named(does: str, workers: int, caplog: Any) -> None:
+    with Cluster(), inline(Line, num_workers=workers) as trainer:
+        trainer.train()
+        copy = trainer.get_model()
+        if does == "trains it":
+            copy.load_state_dict({name: torch.zeros_like(each) for name, each in copy.state_dict().items()})
+        else:
+            copy.half().train().float()(torch.ones(1, 2)).sum().backward()
+        before = weights(trainer)
+        for _ in range(2):
+            trainer.train()
+        assert before.any() and not torch.equal(before, weights(trainer))
+    said = "the script has changed what get_model() returned. That is a copy, so training continues without"
+    assert len([each for each in caplog.messages if said in each]) == (does == "trains it")
+
+
+@pytest.mark.parametrize(("batch", "said"), [(4, 0), (6, 1)])
+def test_a_resume_with_another_batch_size_is_named(batch: int, said: int, tmp_path: Path, caplog: Any) -> None:
+    for size, epochs in ((4, 1), (batch, 2)):
+        checkpoints = AutoCheckpoint(path=tmp_path / "run")
+        with (
+            Cluster(),
+            inline(Line, config={"batch": size}, num_workers=2, checkpoints=checkpoints, resume="auto") as trainer,
+        ):
+            trainer.fit(epochs, 0, progress=False)
+    line = "the steps of the checkpoint's run have 8 rows, and those of this trainer have 12 ("
+    assert len([each for each in caplog.messages if line in each and "\n" not in each]) == said
+
+
+def one_cycle(optimizer: Any, steps: int) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
+
+
+class Cycling(Line):
+    """Plans its schedule for the optimizer's steps, or for `steps`."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        def planned(optimizer: Any) -> Any:
+            return one_cycle(optimizer, config.get("steps") or self.total_steps(epochs=config["epochs"]))
+
+        super().setup({**config, "scheduler": planned})
+
+
+@pytest.mark.parametrize(
+    ("config", "freq", "said"),
+    [
+        ({"epochs": 3}, "epoch", 1),
+        ({"epochs": 3}, "batch", 0),
+        ({"epochs": 3, "batch": 12}, "epoch", 0),  # an epoch is one step
+        ({"steps": 3}, "epoch", 0),
+    ],
+)
+def test_a_schedule_whose_end_is_never_reached_is_named(config: Any, freq: str, said: int, caplog: Any) -> None:
+    with inline(Cycling, config=config, scheduler_step_freq=freq) as trainer:
+        for _ in range(3):
+            trainer.train()
+    line = (
+        "OneCycleLR ends with its step 9, and makes 1 until the end of this call of train(): it makes one in each epoch"
+    )
+    assert len([each for each in caplog.messages if line in each]) == said
 
 
 @pytest.mark.parametrize("rows", [16, 12])
@@ -229,7 +293,7 @@ def test_other_data_of_the_same_length_on_another_rank_is_named(
     with Cluster(), inline(OwnData, num_workers=2, config={"differs": differs}) as trainer:
         trainer.train()
         trainer.train()
-    said = "one data set: the train_loader has 12 rows with the content"
+    said = "or another split of it: the train_loader has 12 rows with the content"
     assert len([each for each in caplog.messages if said in each]) == differs
 
 
