@@ -23,9 +23,7 @@ logger = logging.getLogger("raysgd")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 PIECE = 32 << 20
-FULL = (
-    ". This file is incomplete, and an older one of its name is unchanged. Free space there, or choose another folder"
-)
+FULL = ". The file is incomplete, and an older one is unchanged. Free space there, or choose another folder"
 _to_disk = getattr(os, "fdatasync", os.fsync)
 
 

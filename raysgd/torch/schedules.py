@@ -79,8 +79,7 @@ def compare_with_run(operator: Scheduling, scheduler: Any) -> None:
     (length, end), epochs = known, 0 if made else operator._internals.epochs or 0
     by_user = operator.scheduler_step_freq == SCHEDULER_STEP_MANUAL
     by_epoch = operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
-    workers = operator._settings.num_workers
-    here = _steps_in(operator, epochs or 1, workers)
+    here = _steps_in(operator, epochs or 1, workers := operator._settings.num_workers)
     if here is None or (by_user and length != planned):
         return
     total, most = made + here, max(length, planned or 0)

@@ -125,7 +125,6 @@ class OperatorBase:
         self.timers = Timers()
         self.global_step = 0
         self._in_setup = False
-        self._names: dict[str, set[str]] = {}  # of metrics, by the loop that has measured them
 
     # -- what users override --------------------------------------------------------------------------
 
@@ -397,8 +396,8 @@ class OperatorBase:
             return
         if loop == "validate" and isinstance(loaders := self._parts.validation_loader, Mapping):
             names = [f"val_{each}_{name.removeprefix('val_')}" for each in loaders for name in names]
-        self._names[loop] = set(names)
-        names, both = set().union(*self._names.values()), len(self._names) == 2
+        self._internals.names[loop] = set(names)
+        names, both = set().union(*self._internals.names.values()), len(self._internals.names) == 2
         for name, argument in self._settings.wanted.items():
             bare = name.removeprefix("last_")
             of = {"train": "train_epoch", "val": "validate", "test": "test"}.get(bare.partition("_")[0], loop * both)

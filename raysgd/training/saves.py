@@ -283,7 +283,7 @@ class Saves:
                 return locations.text_of(draft.where)
         except BaseException as error:
             save.close(error)
-            if isinstance(error, OSError) and error.errno is not None:  # the system's, and none of a worker that failed
+            if isinstance(error, OSError) and error.errno:  # the system's, and none of a worker that failed
                 error.strerror = f"the save to {draft.where} failed: {error.strerror}"
             raise
         self._running.append(save)

@@ -144,7 +144,7 @@ def test_a_full_disk_names_the_file_and_what_failed(
     with pytest.raises((OSError, CheckpointError)) as caught:
         way(tmp_path)
     text, error = str(caught.value), caught.value
-    assert part.format(folder=tmp_path) in text and "No space left on device. This file is incomplete" in text
+    assert part.format(folder=tmp_path) in text and "No space left on device. The file is incomplete" in text
     assert drafts.search(text) and "Free space there, or choose" in text
     assert isinstance(error, CheckpointError) or error.errno == errno.ENOSPC
     assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob("a.*"))
