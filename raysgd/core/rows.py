@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from raysgd.core.metrics import Measured
 
 OTHER = (
-    "each worker has made other data, or another split of it: the {loader} has {theirs} on rank {high}, and {ours} on rank {low}. Some "
+    "each worker has made another split of the data: the {loader} has {theirs} on rank {high}, and {ours} on rank {low}. Some "
     "rows are used several times, and validations use rows of the training data. Let setup() make the same data on every worker, for "
     "example with random_split(..., generator=torch.Generator().manual_seed(0)), or pass seed=... to the trainer. If you divide the data "
     "yourself, pass add_dist_sampler=False"

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from raysgd.core.control import Control
-from raysgd.core.metrics import Measured
-from raysgd.core.rows import RowsCheck
-from raysgd.errors import ConfigError
 from raysgd.torch.data.rows import LoaderRows
 from raysgd.torch.data.sampling import is_planned
 from raysgd.torch.internals import TorchInternals
-from raysgd.torch.skipped_steps import gathered_objects
 from raysgd.training.operator_base import each_loader
 from raysgd.training.phases import Phase, phases_of
 
@@ -43,12 +37,3 @@ class RegisteredRows:
                 rows = LoaderRows.of(loader) if divided and is_planned(loader) else LoaderRows()
                 self._described[name] = loader, rows
         return {name: self._described[name][1] for name in loaders}
-
-    def check(self, control: Control) -> None:
-        """Raise ConfigError if another rank has other numbers of rows, or other indices. All ranks
-        call this together."""
-        known = {name: replace(each, content="").for_ranks for name, each in self.known(*self._data_names).items()}
-        check = RowsCheck()
-        for rank, rows in enumerate(gathered_objects({name: each for name, each in known.items() if each}, control)):
-            for text in check.see(str(rank), rank, Measured(rows=rows)):
-                raise ConfigError(text)

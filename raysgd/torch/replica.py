@@ -12,9 +12,11 @@ import torch
 
 from raysgd.core.batch_mode import PER_WORKER
 from raysgd.core.control import Control
+from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import TrainAgain
 from raysgd.core.rank_comparison import Summary
 from raysgd.core.ranks import RankInfo
+from raysgd.core.rows import RowsCheck
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage.seen import SeenFile
 from raysgd.torch.checkpoint import packing, states
@@ -44,14 +46,9 @@ from raysgd.training.snapshots import Copied
 logger = logging.getLogger("raysgd")
 
 OTHER_PARTS = (
-    "the batches of the checkpoint's run have %d parts, and those of this trainer have %d (parts, by default num_workers). What depends "
-    "on all samples of a part (BatchNorm, dropout, losses that compare samples, self.part_state) differs from that run. For equal "
-    "results, pass parts=%d, and let num_workers times the loader's batch_size be as in that run: otherwise, an epoch has another number "
-    "of steps, and schedules that count steps are at another place"
-)
-OTHER_BATCH = (
-    "the steps of the checkpoint's run have %d rows, and those of this trainer have %d (parts times the loader's batch_size). Learning "
-    "rates and schedules continue as they were for the other steps. Pass the batch_size of that run, or ignore this if it should differ"
+    "the batches of the checkpoint's run have %d parts with batch_size=%s, and those of this trainer have %d with %s (parts is num_workers "
+    "by default). Results differ from that run: an epoch has other steps, schedules that count steps are at another place, and BatchNorm, "
+    "dropout, losses that compare samples and self.part_state see other samples. For equal results, pass parts=%d, and that batch_size"
 )
 BEGINS_AGAIN = (
     "the checkpoint is %d batches into an epoch of a %s, which has no position to save. This epoch begins again, so some samples are "
@@ -115,7 +112,11 @@ class TorchReplica(ReplicaBase):
         if self._resharding is not None:
             self._resharding.settled()
         if not self._same_rows and self.control.phase in CALLS.values():
-            self.rows.check(self.control)
+            check, known = RowsCheck(), self.rows.known(*self.data_names)
+            own = {name: each.for_ranks for name, each in known.items() if each.for_ranks}
+            for rank, rows in enumerate(gathered_objects(own, self.control)):
+                for text in check.see(str(rank), rank, Measured(rows=rows)):
+                    raise ConfigError(text)
             self._same_rows = True
 
     def train_again(self, error: Exception) -> TrainAgain | None:
@@ -277,12 +278,10 @@ class TorchReplica(ReplicaBase):
         if goes_on and source.units not in (None, len(source.order)):
             logger.warning(OTHER_LENGTH, len(source.order), source.units)
         keep, parts = self.internals.keep_batch, self.internals.settings.all_parts
-        saved = state.get("parts", parts)
-        if saved != parts and self.rank == 0 and keep.mode != PER_WORKER:
-            logger.warning(OTHER_PARTS, saved, parts, saved)
-        size, here = state.get("batch_size"), getattr(self.internals.parts.train_loader, "batch_size", None)
-        if saved == parts and size and here and size != here and self.rank == 0:
-            logger.warning(OTHER_BATCH, size * parts, here * parts)
+        size = getattr(self.internals.parts.train_loader, "batch_size", None) or state.get("batch_size")
+        saved, here = (state.get("parts", parts), state.get("batch_size") or size), (parts, size)
+        if saved != here and self.rank == 0 and (keep.mode != PER_WORKER or saved[0] == parts):
+            logger.warning(OTHER_PARTS, *saved, *here, saved[0])
         keep.loaded()
         warn_of_ignored(self.internals, self._made_with, self._loaded_settings)
 

@@ -141,7 +141,7 @@ class Computing(Recording):
         return super().validate_batch(batch, batch_info)
 
 
-ANOTHER = "each worker has made other data, or another split of it: the "
+ANOTHER = "each worker has made another split of the data: the "
 
 
 @pytest.mark.parametrize("call", ["train", "validate"])

@@ -709,7 +709,7 @@ def test_a_checkpoint_with_other_parts_is_said(saved: int, lines: int, caplog: p
             trainer.load_state_dict(state)
             trainer.train(num_steps=1)
         said = [each for each in caplog.messages if "the batches of the checkpoint's run have" in each]
-        assert len(said) == times and all("have 3 parts" in each and "have 2 (" in each for each in said)
+        assert len(said) == times and all("have 3 parts" in each and "have 2 with" in each for each in said)
 
 
 def test_no_worker_is_without_a_part() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import AutoCheckpoint, ConfigError, TorchTrainer, TrainingOptions, shutdown_all
 from raysgd.callbacks import Callback, EarlyStopping, GradientNormMonitor
@@ -126,7 +125,9 @@ def test_a_resume_with_another_batch_size_is_named(batch: int, said: int, tmp_pa
             inline(Line, config={"batch": size}, num_workers=2, checkpoints=checkpoints, resume="auto") as trainer,
         ):
             trainer.fit(epochs, 0, progress=False)
-    line = "the steps of the checkpoint's run have 8 rows, and those of this trainer have 12 ("
+    line = (
+        "the batches of the checkpoint's run have 2 parts with batch_size=4, and those of this trainer have 2 with 6 ("
+    )
     assert len([each for each in caplog.messages if line in each and "\n" not in each]) == said
 
 
@@ -275,26 +276,6 @@ def test_accumulation_by_hand_beside_raysgds_is_named_once(config: Any, said: st
         trainer.train()
         trainer.train()
     assert len(caplog.messages) == bool(said) and said in caplog.text
-
-
-class OwnData(Line):
-    """Makes other data on each rank, of the same length."""
-
-    def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
-        mine = self.config["differs"] and not self.is_first
-        data = TensorDataset(torch.arange(12.0).reshape(12, 1).repeat(1, 2) + mine, torch.ones(12, 1))
-        return {"train_loader": DataLoader(data, batch_size=4, shuffle=True)}
-
-
-@pytest.mark.parametrize("differs", [True, False])
-def test_other_data_of_the_same_length_on_another_rank_is_named(
-    differs: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Cluster(), inline(OwnData, num_workers=2, config={"differs": differs}) as trainer:
-        trainer.train()
-        trainer.train()
-    said = "or another split of it: the train_loader has 12 rows with the content"
-    assert len([each for each in caplog.messages if said in each]) == differs
 
 
 class OtherHead(Line):

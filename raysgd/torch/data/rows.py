@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, SubsetRandomSampler
 
 from raysgd.errors import counted
 from raysgd.torch.data.sampling import has_own_batches
@@ -25,12 +25,10 @@ class LoaderRows:
     units    how many samples an epoch has, None if the user's batch sampler decides that
     indices  a digest of the indices by which the data set was divided before, as `random_split` and
              `SubsetRandomSampler` do; an empty string if it was not
-    content  a digest of some elements of a TensorDataset; an empty string for other data
     """
 
     units: int | None = None
     indices: str = ""
-    content: str = ""
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> LoaderRows:
@@ -39,11 +37,7 @@ class LoaderRows:
             digest, found = zlib.crc32(indices.astype("int64").tobytes(), digest), True
         sampler: Any = loader.sampler
         counted = not has_own_batches(loader) and hasattr(type(sampler), "__len__")
-        data: Any = loader.dataset
-        while isinstance(data, Subset):
-            data = data.dataset
-        content = first_of(list(map(_coarse, data.tensors))) if type(data) is TensorDataset else ""
-        return cls(len(sampler) if counted else None, f"{digest:08x}" if found else "", content)
+        return cls(len(sampler) if counted else None, f"{digest:08x}" if found else "")
 
     @property
     def for_ranks(self) -> str:
@@ -51,7 +45,6 @@ class LoaderRows:
         known = {
             counted(self.units or 0, "row"): self.units is not None,
             f"the indices {self.indices}": bool(self.indices),
-            f"the content {self.content}": bool(self.content),
         }
         return " with ".join(name for name, is_known in known.items() if is_known)
 
@@ -73,12 +66,6 @@ def _index_lists(parts: Any, seen: set[int]) -> Iterator[Any]:
         for value in getattr(part, "__dict__", {}).values():
             several = isinstance(value, (list, tuple)) and value and isinstance(value[0], Dataset)
             yield from _index_lists(value if several else [value], seen)
-
-
-def _coarse(tensor: torch.Tensor) -> torch.Tensor:
-    """Some rows, with few digits, because processors differ in the last ones."""
-    some = tensor[:: max(len(tensor) // MOST_ELEMENTS, 1)]
-    return some.bfloat16() if some.is_floating_point() else some
 
 
 def first_of(batch: Any) -> str:
