@@ -192,6 +192,35 @@ def test_without_snapshots_training_starts_over(make: Make) -> None:
     assert sorted(ledger[:240]) == sorted(ledger[240:]) == [*range(240)]
 
 
+class Places(Usual):
+    """With "per_worker", more workers make fewer steps."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        x = torch.ones(40, 2)
+        self.register_data(train_loader=DataLoader(TensorDataset(x, x[:, :1]), batch_size=1, shuffle=True))
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        Cluster.running.here.compute()
+        Cluster.running.point("alone" if self.world_size == 1 else "together")
+        return super().train_batch(batch, batch_info)
+
+
+def test_a_call_that_was_run_again_with_fewer_steps_is_not_run_a_third_time() -> None:
+    """No snapshot of one worker's last 37 steps arrives, so two new workers make them again, in 19. Both fail in the next epoch, at a
+    step that has a smaller number than the end of those 37."""
+    elastic = ElasticConfig(batch="per_worker", snapshot_every=1, grow=False, hang_timeout_s=60)
+    given: dict[str, Any] = {"training_operator_cls": Places, "num_workers": 2, "use_gpu": False, "elastic": elastic}
+    with Cluster([Hit("kill", "together", rank=1)]) as cluster, TorchTrainer(**given) as trainer:
+        assert trainer.train(num_steps=3)["batch_count"] == 3
+        cluster.workers[0].loses = True
+        assert trainer.train()["batch_count"] == 37
+        cluster.faults(Hit("kill", "alone", step=41), *(Hit("kill", "together", rank=rank, step=36) for rank in (0, 1)))
+        result, state = trainer.train(max_retries=-1), trainer.state_dict()
+        assert not cluster.left and [each.in_place for each in trainer.recoveries] == [True, False, False]
+    assert (result["epoch"], result["batch_count"], state["global_step"]) == (2, 20, 3 + 19 + 20)
+
+
 def test_a_save_in_which_all_workers_fail_saves_what_a_call_had_trained_that_an_error_has_ended(
     make: Make, tmp_path: Path
 ) -> None:
