@@ -248,6 +248,7 @@ class ReplicaBase(ABC):
                     loop.end(failed=True)  # what was applied must count before another rank takes this state
                 if self._joined_at and isinstance(error, AttributeError) and error.obj is self.operator:
                     error.args = (JOINED % (error, self._joined_at),)
+            self.operator.global_step = self.position.step  # without the batches of a step that is undone
             return changes
 
         stack.push(ended)
