@@ -206,7 +206,7 @@ class TrainingOperator(Scheduling):
             (internals.leave_out.on, internals.leave_out),
             ("grad_norm" in measures, GradientNorm(internals.monitor)),
             ("seconds" in measures, Communication(internals.monitor)),
-            (accumulates, Accumulate(parts, exact=exact, warn=internals.warn_once)),
+            (accumulates, Accumulate(parts, internals.weigh, exact=exact, warn=internals.warn_once)),
             (accumulates or in_parts, Hold(parts)),
             (clips, Clip(parts)),
             (

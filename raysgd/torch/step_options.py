@@ -21,6 +21,7 @@ from raysgd.torch.checkpoint.packing import has_bytes
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import content_version, divisor_of, run_after_backward
 from raysgd.torch.parts import Parts
+from raysgd.torch.weights import Weigh
 from raysgd.training.feed import Feed
 from raysgd.training.pace import Pace
 from raysgd.training.step import Step
@@ -118,8 +119,9 @@ class Accumulate(Policy):
     """Makes the gradients of several batches those of one batch that holds them all, if samples
     count. The window is shorter at the end of an epoch or call."""
 
-    def __init__(self, parts: Parts, *, exact: bool, warn: Callable[..., None]) -> None:
+    def __init__(self, parts: Parts, weigh: Weigh, *, exact: bool, warn: Callable[..., None]) -> None:
         self._size, self._parts, self._exact, self._warn = parts.options.accumulate, parts, exact, warn
+        self._weigh = weigh
         self.option = f"accumulate={self._size}"
         self.rest()
 
@@ -138,12 +140,10 @@ class Accumulate(Policy):
             self._total, self._usual, self._witness = 0.0, step.samples * self._size, None
         if drawn.whole:
             self._total += step.samples
-        if step.closing and self._total != self._usual:
-            if not first and step.count is None:
-                # Another rank's window can have another number of samples, so this comes before the exchange.
-                self._parts.multiply_gradients(self._usual / self._total)
-            self._usual = self._total
-        step.share = step.samples / self._usual
+        step.share = step.samples / self._usual  # in any window: a rank does not know in each part how long it is
+        if step.closing and self._total != self._usual and step.count is None:
+            # Another rank's window can have another number of samples, so this comes before the exchange.
+            self._weigh.correct(step, self._usual / self._total)
 
     def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
         if step.place > 0 and self._witness is not None and self._witness.grad is None:

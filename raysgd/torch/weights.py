@@ -17,6 +17,7 @@ from raysgd.core.outcomes import TrainAgain
 from raysgd.errors import ConfigError, shown
 from raysgd.torch import nccl
 from raysgd.torch.parts import Parts
+from raysgd.torch.precision import Autocast
 from raysgd.training.step import Step
 from raysgd.training.step_policy import Policy
 
@@ -46,8 +47,10 @@ class Weigh(Policy):
 
     Samples weigh where gradients arrive at the parameters to be exchanged, whichever code runs the
     backward pass, after the hooks of user code, which need not be linear. What
-    `torch.autograd.grad` returns has no weight. Counts weigh in the loss, because with them every
-    step has other weights.
+    `torch.autograd.grad` returns has no weight. So do counts in bf16 and fp16: a weight depends on
+    which rank computes what, and in the loss, it would decide what a backward pass in these types
+    rounds, and which step overflows. In fp32, they weigh in the loss, which takes less time, because
+    with counts every step has other weights.
 
     `ranks` returns how many workers there are. `exact` is whether they exchange means over samples,
     and `refused` is what the user has passed against that. With `travel`, counts travel in every
@@ -60,8 +63,10 @@ class Weigh(Policy):
         self._parts, self._workers, self._exact, self._refused = parts, ranks, exact, refused
         self._travel = travel
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # in which ranks wait for each other
+        self._late = isinstance(parts.precision, Autocast)  # whether counts weigh where gradients arrive
         self._weight: float = 1.0  # of this batch
-        self._arriving_weight: Any = 1.0  # of the running backward pass; with a count, whether it has any
+        self._arriving_weight: Any = 1.0  # of the running backward pass: a number, or a tensor, which is not read
+        self._any: torch.Tensor | None = None  # whether anything counts in it, if that is not known here
         self._hooks: list[Any] = []  # each with the node that has it, which torch would forget
         self._differs = False  # whether this rank has had samples that count more or less than others
         self.joined()
@@ -81,6 +86,14 @@ class Weigh(Policy):
             self._forget()
         self._set(step.current.weight if self._exact else 1.0)
 
+    def correct(self, step: Step, factor: float) -> None:
+        """Multiply the gradients of a step's batches: of those before the current one, and of its
+        own where they arrive."""
+        if step.place > 0:
+            self._parts.multiply_gradients(factor)
+        self._unusual = True
+        self._set(self._weight * factor)
+
     def rest(self) -> None:
         self._unusual = False
         self._forget()
@@ -95,9 +108,10 @@ class Weigh(Policy):
 
     def _set(self, weight: float) -> None:
         self._weight = self._arriving_weight = weight
+        self._any = None
         if weight != 1.0 and not self._hooks:
             self._hook()
-        while weight == 1.0 and self._hooks:
+        while weight == 1.0 and self._hooks and not (self._late and self._counts):
             self._hooks.pop()[1].remove()
         # Whether `self.backward` needs this policy, also in usual steps.
         self.acts = self._unusual or self._counts or not self._agreed
@@ -115,28 +129,36 @@ class Weigh(Policy):
 
     def _arriving(self, gradients: Any) -> Any:
         weight, (gradient, *_) = self._arriving_weight, gradients
-        if weight is True:
-            return None
-        if isinstance(weight, torch.Tensor):
-            return (torch.where(weight, gradient, 0),)
-        return (gradient * weight if weight else torch.zeros_like(gradient),)  # 0 times NaN is NaN
+        if self._any is not None:  # 0 times NaN is NaN
+            gradient = torch.where(self._any, gradient, 0)
+        if isinstance(weight, torch.Tensor) or weight not in (0.0, 1.0):
+            return (gradient * weight,)
+        return (gradient if weight else torch.zeros_like(gradient),)
 
     # -- `self.backward` ------------------------------------------------------------------------------
 
     def loss(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
-        """Give the loss its weight. The backward pass follows, and then `passed`."""
+        """Return the loss whose gradients are computed. The backward pass follows, and then
+        `passed`. What this multiplies the loss by in bf16 and fp16 does not depend on the ranks."""
         count = step.count = self._counted(step, step.count)
         if count is None:
             return loss if step.share == 1.0 else loss * step.share
         default = isinstance(count, Counted)
         count = count.value if default else count
+        unread = isinstance(count, torch.Tensor)
         # torch's own losses have no gradient where nothing counts, and hooks are slow where the count must not be read.
-        self._arriving_weight = (default and isinstance(count, torch.Tensor)) or count > 0
-        if self._arriving_weight is not True and not self._hooks:
+        self._any = count > 0 if unread and not default else None
+        arriving: Any = 1.0 if unread or count > 0 else 0.0
+        if self._ranks() > 1 or step.place > 0 or not step.closing:
+            weight = self._factor(step, count)
+            if not self._late:
+                loss = loss * weight.to(loss.device, loss.dtype)
+            elif arriving:
+                arriving = weight.item() if weight.is_cpu else weight
+        self._arriving_weight = arriving
+        if not self._hooks and (self._any is not None or isinstance(arriving, torch.Tensor) or arriving != 1.0):
             self._hook()
-        if self._ranks() == 1 and step.place == 0 and step.closing:
-            return loss
-        return loss * self._factor(step, count).to(loss.device, loss.dtype)
+        return loss
 
     def passed(self) -> None:
         """Note the end of the backward pass."""
@@ -189,8 +211,8 @@ class Weigh(Policy):
         self._travels = travel > 0 or ranks * squares != sums * sums
 
     def _factor(self, step: Step, count: Any) -> torch.Tensor:
-        """Find what a loss that is a mean over `count` things is multiplied by. Until its last
-        batch, a rank's gradients have a unit of their own. Nothing is read from the device here."""
+        """Find what the gradient of a mean over `count` things weighs. Until its last batch, a
+        rank's gradients have a unit of their own. Nothing is read from the device here."""
         here = torch.as_tensor(count, dtype=torch.float64, device=self._where(count))
         if step.place == self._place:
             raise ConfigError(TWICE)

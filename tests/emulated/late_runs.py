@@ -51,6 +51,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "clip_norm": ({"options": TrainingOptions(clip_norm=1.0)}, {}, {"clip_norm": 1.0}),
     "on_nonfinite": ({"options": TrainingOptions(on_nonfinite="skip")}, {}, {}),
     "accumulate": ({"options": TrainingOptions(accumulate=4)}, {}, {"accumulate": 4}),
+    "accumulate, bf16": (
+        {"options": TrainingOptions(precision="bf16", accumulate=4)},
+        {},
+        {"precision": "bf16", "accumulate": 4},
+    ),
     "LearningRateMonitor": ({"callbacks": [LearningRateMonitor()]}, {}, {}),
     "GradientNormMonitor": ({"callbacks": [GradientNormMonitor()]}, {}, {}),
     "EMA": ({"callbacks": [EMA(0.99)]}, {}, {}),

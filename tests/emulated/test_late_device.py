@@ -20,6 +20,7 @@ TABLE: dict[str, tuple[float, dict[str, float]]] = {
     "clip_norm": (1, {}),
     "on_nonfinite": (8, {"item in torch/skipped_steps.py _are_finite": 1}),
     "accumulate": (7.5, {}),  # the others are for what its batch counts in the window, and a copy of its metrics
+    "accumulate, bf16": (9.5, {}),  # counts weigh each gradient, and not the loss
     "LearningRateMonitor": (1, {}),
     "GradientNormMonitor": (5, {}),
     "EMA": (2, {}),

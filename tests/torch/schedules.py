@@ -407,7 +407,7 @@ def trained(setting: Setting, operator: type[Disturbed] = Noted, *, undisturbed:
             before = len(run.recoveries)
             result = measured(run.train(num_steps=None if ends else last - first, max_retries=-1))
             if any(each.reason not in ("growth", "shrink") for each in run.recoveries[before:]):
-                del result["train_loss"]
+                result.pop("train_loss", None)  # without any, if none was reported before the failure
             shown.results.append(result)
             if ends:
                 now = run.apply_all_operators(lambda each: models_of(each)[-1].entered.detach().clone())

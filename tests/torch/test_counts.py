@@ -126,6 +126,31 @@ def test_the_gradient_scaler() -> None:
         torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.003)
 
 
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize(
+    ("accumulate", "schedule"), [(1, [(None, 3)]), (2, [(None, 2)]), (1, [(1, 4), (None, 3)]), (1, [(1, 4), (None, 1)])]
+)
+def test_counts_that_weigh_where_gradients_arrive(
+    accumulate: int, schedule: Any, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With bf16, which leaves this model in double precision. Some batches count nothing, and have a gradient of NaN. On a GPU, no
+    count is read."""
+    if not reads:
+        monkeypatch.setattr("raysgd.torch.weights._checked", lambda count: count)
+    given, config = options(precision="bf16", accumulate=accumulate), {"rows": ROWS, "batch": 2}
+    workers, found = schedule[0][1], list[torch.Tensor]()
+
+    def look(trainer: Any, _: Any) -> None:
+        found[:] = trainer.apply_all_operators(entered)
+
+    freq = "epoch" if accumulate > 1 else "batch"
+    mine = train(Counting, config, schedule, options=given, scheduler_step_freq=freq, batch="auto", look=look)
+    theirs, weights = by_hand(ROWS, 2 * workers * accumulate)
+    torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    for each in found:
+        torch.testing.assert_close(each, weights, rtol=1e-12, atol=1e-12)
+
+
 class OwnBackward(Default):
     def backward(self, loss: torch.Tensor, optimizer: Any = None) -> None:  # type: ignore[override]
         super().backward(loss, optimizer)
