@@ -139,8 +139,8 @@ def killed(seed: int, **given: Any) -> Setting:
     points = sorted(draw.randrange(EPOCHS * setting.steps) for _ in range(draw.randint(1, 3)))
     at = ["begun", "forward", "reduced", "applied"]
     kills = [Fault("kill", draw.choice(at), rank=draw.randrange(setting.parts), step=step) for step in points]
-    # The simulated group is forgotten when it is aborted, and torch's is not. So a rank with a step of BatchNorm could take itself
-    # for one without peers, whose buffers are its own.
+    # BatchNorm's buffers are sent before each optimizer's step. If a rank fails there, the others may have made the step of the first
+    # of two optimizers; and the simulated group, unlike torch's, is forgotten then.
     model = "conv" if setting.model == "batchnorm" else setting.model
     return replace(setting, model=model, faults=tuple(kills), grow=draw.random() < 0.5)
 
