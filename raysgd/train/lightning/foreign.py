@@ -118,7 +118,7 @@ class FitState:
                 value.copy_(kept["weights"][name])
         named = dict(self._named())
         for name, held in _Unpickler(kept["pickled"], named, self._trainer.strategy.root_device).load().items():
-            live = named.get(name)
+            live: Any = named.get(name)
             if name == "parameters":
                 for each, requires_grad in held.items():
                     named[each].requires_grad_(requires_grad)
@@ -246,7 +246,7 @@ def _tensor(number: int, device: str, trained: bool | None) -> Any:
 def _dumps(value: Any, named: dict[int, str]) -> tuple[bytes, list[torch.Tensor]]:
     file, tensors, base = io.BytesIO(), list[torch.Tensor](), pickler_class()
 
-    class Pickler(base):  # type: ignore[misc]
+    class Pickler(base):  # type: ignore[misc, valid-type]
         def reducer_override(self, obj: Any) -> Any:
             if id(obj) in named:
                 return _live, (named[id(obj)],)

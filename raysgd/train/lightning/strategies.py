@@ -78,6 +78,7 @@ class RayDDPStrategy(_OnWorkers, strategies.DDPStrategy):  # type: ignore[misc]
     `DDPStrategy`."""
 
     continuation: Continuation | None = None
+    model: Any
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
