@@ -31,7 +31,6 @@ REFUSED = {  # callbacks, each with the reason and what to do instead
         "use EMAWeightAveraging (2.6 or newer)",
     ),
     "LearningRateFinder": ("which trains before the fit", "find the rate in a script of its own"),
-    "BatchSizeFinder": ("which trains before the fit", "find the size in a script of its own"),
     "ModelPruning": ("which replaces parameters", "prune before or after the fit"),
     "OnExceptionCheckpoint": ("which saves a file at each worker failure", "leave it out"),
     "SpikeDetection": ("whose state Lightning cannot load", "look at the loss in a callback of your own"),
@@ -123,6 +122,11 @@ class Continuation:
             self._rest.put_back(self._found["rest"])
             self._rest.share_measured(self._found["measured"], first=self.rank_info.world_rank == 0)
 
+    def begin_batch(self) -> None:
+        """Leave a batch out of means over the epoch if its samples are another rank's."""
+        if not self.weight:
+            self._rest.leave_out_batch()
+
     # -- the fit ----------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -143,7 +147,7 @@ class Continuation:
                     raise refused(f"{name}, {reason}", instead)
             if getattr(each, "save_on_exception", False):
                 raise refused("ModelCheckpoint(save_on_exception=True)", "leave that out: a failure is no exception")
-        if not isinstance(self.trainer.val_check_interval, (int, float)):
+        if not hasattr(self.trainer, "val_check_interval"):
             raise refused("val_check_interval as a time", "give a number of batches, or a part of an epoch")
 
     def _stepped_parameters(self) -> list[Any]:

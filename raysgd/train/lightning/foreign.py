@@ -40,6 +40,10 @@ NOT_COPIED = (
     "raysgd cannot copy %s. After a worker failure, it is as the training function makes it. If training changes it, give its class "
     "__getstate__ and __setstate__"
 )
+NOT_SHARED = (
+    "%s (%s) adds up more than sums in training_step. After a worker failure, its value for that epoch lacks the samples of the "
+    "failed worker. Measure it in a validation, or log a value of each batch"
+)
 
 
 class FitState:
@@ -148,7 +152,14 @@ class FitState:
             for state, kind in kinds.items():
                 if kind in REDUCE and hasattr(each, state):
                     found[name, state] = getattr(each, state).cpu()
+            if self._says and isinstance(each, Metric) and {*kinds.values()} - {*REDUCE}:
+                self._says = False
+                logger.warning(NOT_SHARED, name, type(each).__name__)
         return found
+
+    def leave_out_batch(self) -> None:
+        """Let this batch count as none in means over the epoch."""
+        self._trainer.fit_loop.epoch_loop._results.batch_size = 0
 
     def share_measured(self, of_ranks: list[dict[tuple[str, str], Any]], *, first: bool) -> None:
         """Give what all ranks have measured to the `first` one, or to each where they are not added up."""

@@ -101,6 +101,8 @@ class RayDDPStrategy(_OnWorkers, strategies.DDPStrategy):  # type: ignore[misc]
         if self._which_train() != self._trained:  # DDP averages the gradients of those that it found when it was made
             self.model = self.model.module
             self.configure_ddp()
+        if self.continuation is not None:
+            self.continuation.begin_batch()
         return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

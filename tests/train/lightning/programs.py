@@ -159,6 +159,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "bfloat16": {"precision": "bf16-mixed"},
     "no sanity check": {"num_sanity_val_steps": 0},
     "detect_anomaly": {"detect_anomaly": True},
+    "overfitting": {"overfit_batches": 4},
 }
 
 
@@ -309,6 +310,7 @@ CONTRADICTIONS = [
     ("'EarlyStopping", ["configure_callbacks"]),
     ("'EarlyStopping'", ["EarlyStopping of val_loss after the epoch"]),
     ("'EMAWeightAveraging'", ["hidden"]),
+    ("overfitting", ["fewer batches"]),
     ("validation each three batches", ["validation within the epoch", "validation each second epoch"]),
     (
         "'ReduceLROnPlateau of val_loss'",

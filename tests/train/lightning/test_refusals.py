@@ -1,6 +1,8 @@
 """What a fit cannot continue with, or raysgd's workers cannot run, is refused with an alternative."""
 
+import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ pytest.importorskip("lightning")
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.utilities import CombinedLoader
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, WeightedRandomSampler
@@ -64,6 +67,14 @@ class Averaged(Recorded):
         return [StochasticWeightAveraging(0.1)]
 
 
+def with_callback(name: str, *given: Any, **settings: Any) -> Callable[[], Any]:
+    class Given(Recorded):
+        def configure_callbacks(self) -> Any:
+            return [getattr(pl.callbacks, name)(*given, **settings)]
+
+    return Given
+
+
 class Own(BatchSampler):
     """Has the arguments with which Lightning makes it again."""
 
@@ -77,12 +88,22 @@ def points(**settings: Any) -> DataLoader[Any]:
     return DataLoader(Points(8), **{"batch_size": 4, **settings})
 
 
+# Of the Trainer: where it runs, what it shows, and options of other calls.
+NOT_TRAINING = {
+    *("accelerator", "strategy", "devices", "num_nodes", "plugins", "callbacks", "inference_mode", "profiler"),
+    *("limit_test_batches", "limit_predict_batches", "enable_progress_bar", "enable_model_summary"),
+    *("default_root_dir", "enable_autolog_hparams", "model_registry"),
+}
 REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "manual optimization": (ByHand, points),
     r"training_step\(dataloader_iter\)": (ByIterator, points),
     "an optimizer whose state is sharded": (Sharded, points),
     "an optimizer of parameters that are not the module's": (Outside, points),
     "StochasticWeightAveraging": (Averaged, points),
+    "LearningRateFinder": (with_callback("LearningRateFinder"), points),
+    "ModelPruning": (with_callback("ModelPruning", "l1_unstructured", amount=0.5), points),
+    "OnExceptionCheckpoint": (with_callback("OnExceptionCheckpoint", "."), points),
+    "SpikeDetection": (with_callback("SpikeDetection"), points),
     "several train loaders or a second fit": (Recorded, lambda: CombinedLoader([points(), points()])),
 }
 
@@ -108,6 +129,31 @@ LOADERS: dict[str, Callable[[], Any]] = {
 def test_a_train_loader_that_cannot_continue(kind: str) -> None:
     with pytest.raises(ConfigError, match=r"this train loader|several train loaders"):
         prepare_trainer(trainer_of()).fit(Recorded(), LOADERS[kind]())
+
+
+def test_a_validation_by_the_clock() -> None:
+    with pytest.raises(ConfigError, match="val_check_interval as a time"):
+        prepare_trainer(trainer_of(val_check_interval="00:00:01:00", limit_train_batches=1.0)).fit(Recorded(), points())
+
+
+def test_the_page_names_each_part_of_lightning() -> None:
+    page = Path("docs/from_lightning.md").read_text(encoding="utf-8")
+    hooks = [name for kind in (pl.Callback, ModelHooks, DataHooks, CheckpointHooks) for name in vars(kind)]
+    other = (
+        "validation",
+        "test",
+        "predict",
+        "sanity_check",
+        "fit_end",
+        "train_end",
+        "sharded",
+        "transfer",
+        "state_key",
+    )
+    names = [name for name in hooks if not name.startswith("_") and not any(each in name for each in other)]
+    options = {*inspect.signature(pl.Trainer).parameters} - NOT_TRAINING
+    missing = [each for each in [*pl.callbacks.__all__, *options, *names] if f"`{each}" not in page]
+    assert missing == []
 
 
 def test_reloaded_loaders() -> None:
