@@ -4,7 +4,8 @@ train()
     train.elastic restores the last commit, if there is one; then transformers' own resume sets its counters
     each step:
         the micro-batches of the step that this rank computes; those of missing ranks are divided among the others
-        on_step_begin      commit: logs, evaluation and checkpoint of the step before are complete
+        on_step_begin      commit: logs, evaluation and checkpoint of the step before are complete. In a function that
+                           runs again: put all back to what it was here
         optimizer.step()   nothing stops it, and it ends with a commit of the weights, by reference
 
 The position in the data is a function of the number of the step: a step has the same samples,
@@ -15,17 +16,22 @@ is computed once more for its logs, its evaluation and its checkpoint, and not a
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import dis
 import inspect
+import io
 import logging
+import random
 import signal
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
+import numpy
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
@@ -34,14 +40,14 @@ from transformers.trainer_callback import ExportableState
 
 from raysgd.core.sampling_plan import RankPart
 from raysgd.errors import ConfigError
-from raysgd.torch.data.sampling import agree, set_epoch
+from raysgd.torch.data.sampling import Units, agree, set_epoch
 from raysgd.train.elastic_state import ByReference, copied, elastic
 from raysgd.train.generators import generator_states, set_generators
-from raysgd.train.huggingface.foreign import WeightsInMemory
+from raysgd.train.huggingface.foreign import SET_BY_TRANSFORMERS, WeightsInMemory, loop_of
 from raysgd.train.huggingface.windows import Windows
 from raysgd.train.replica import STOP_SIGNAL
 from raysgd.train.session_functions import current
-from raysgd.training.seeding import seed_for
+from raysgd.training.seeding import Places, seed_generators
 
 logger = logging.getLogger("raysgd")
 
@@ -50,6 +56,20 @@ COUNTED = ("labels", "shift_labels")  # in a batch: of those that are not IGNORE
 IGNORED = -100
 # With these, a loss can divide by the micro-batches of a step, which change when a worker fails.
 COUNTS = {"gradient_accumulation_steps", "current_gradient_accumulation_steps", "locals", "vars", "eval", "exec"}
+LIBRARIES = {"transformers", "torch", "accelerate", "builtins"}
+DATA = (
+    *(type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, deque, Iterator, Sampler),
+    *(torch.Tensor, torch.Generator, numpy.ndarray, numpy.generic, numpy.random.Generator, random.Random),
+)
+CHANGED = (
+    "a callback or the model has changed weights or the optimizer's state outside of optimizer.step(), and a worker has failed in the "
+    "first step with such a change, so the weights before it are lost. Start again from the newest checkpoint, or make the change in a "
+    "hook of the optimizer (optimizer.register_step_post_hook)"
+)
+NOT_COPIED = (
+    "raysgd cannot copy the attribute %s of %s, a %s, and after a worker failure it would begin anew. Keep the place in it as a number, or "
+    "derive the class from transformers' ExportableState, whose `state` says what to keep"
+)
 LOADER_OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("prefetch_factor", "persistent_workers", "in_order"),
@@ -93,9 +113,16 @@ class Elastic(WeightsInMemory):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         inner: Any = super()
-        loader: DataLoader[Any] = inner.get_train_dataloader()
         if self.continuation is None:
-            return loader
+            return inner.get_train_dataloader()  # type: ignore[no-any-return]
+        now, self.args.gradient_accumulation_steps = (
+            self.args.gradient_accumulation_steps,
+            self.continuation.first_steps,
+        )
+        try:
+            loader: DataLoader[Any] = inner.get_train_dataloader()  # some samplers read how a step accumulates
+        finally:
+            self.args.gradient_accumulation_steps = now
         options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
         return DataLoader(loader.dataset, batch_sampler=self.continuation.divided(loader), **options)
 
@@ -119,12 +146,18 @@ class Elastic(WeightsInMemory):
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         inner: Any = super()
         assert self.continuation is not None
-        weight, self.current_gradient_accumulation_steps = self.continuation.begin_part(self.seed_of_parts)
+        weight, self.current_gradient_accumulation_steps = self.continuation.begin_part()
         self.weight = weight * self.scale
         try:
             return inner.training_step(model, inputs, *args, **kwargs)
         finally:
             self.weight = 1.0
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        inner: Any = super()
+        if self.continuation is not None:
+            self.continuation.begin_evaluation()
+        return inner.evaluate(*args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         inner: Any = super()
@@ -194,11 +227,6 @@ def without_labels(batch: Any) -> Any:
 def check(trainer: Any) -> None:
     """Raise an error for a Trainer that cannot continue with the next batch."""
     args, accelerator = trainer.args, trainer.accelerator
-    if not args.average_tokens_across_devices:
-        logger.warning(
-            "average_tokens_across_devices=False weighs the tokens of a batch by those of its rank: after a worker failure, the numbers of "
-            "this Trainer differ from those of an undisturbed run"
-        )
     own = own_loss(trainer)
     unknown = trainer.model_accepts_loss_kwargs and loss_is_scaled(trainer) is None and not ignores_items(own)
     if unknown and not own.__module__.startswith("transformers."):
@@ -222,6 +250,8 @@ def check(trainer: Any) -> None:
         "several GPUs in one process": args.n_gpu > 1,
         f"optim={optim!r}, which changes weights in the backward pass": "lomo" in optim or "layerwise" in optim,
         "enable_jit_checkpoint": getattr(args, "enable_jit_checkpoint", False),
+        "average_tokens_across_devices=False, which weighs tokens by their rank": not args.average_tokens_across_devices,
+        "past_index, which gives a rank what it has computed from its last batch": getattr(args, "past_index", -1) >= 0,
     }
     for name, found in refused.items():
         if found:
@@ -243,9 +273,13 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         self._trainer, self._session = trainer, current("elastic")
         args = trainer.args
         self._pending: dict[str, Any] | None = None
-        self._restored = self._stepped = False
         self._by_reference = True
+        self._versions = -1  # of the weights and the optimizer's state, when they were last known
+        self._attributes: Attributes | None = None  # since on_train_begin
+        self._places = None if trainer.seed_of_parts is None else Places(trainer.seed_of_parts)
         self._before: Any = None  # the content that does not change in `optimizer.step()`, as the step began
+        self._stepped: Any = None  # what `optimizer.step()` ends, if it has been made in this step
+        self._norm: Any = None  # of the step's gradients
         self._frozen: dict[str, Any] = {}  # the first values of each parameter that the optimizer does not change
         self._sampler: PartSampler | None = None
         self._parts: Iterator[RankPart] = iter(())
@@ -255,7 +289,8 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
             "batch": args.train_batch_size,
         }
         self._state = elastic({"trainer": self, **first})
-        self._per_step = self._state["ranks"] * self._state["steps"]
+        self.first_steps: int = self._state["steps"]
+        self._per_step = self._state["ranks"] * self.first_steps
 
     @contextlib.contextmanager
     def running(self, given: Any) -> Iterator[Any]:
@@ -271,10 +306,14 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         try:
             with tempfile.TemporaryDirectory() as folder:
                 if self._pending is not None:
-                    state = type(trainer.state)(**self._pending["before"].content["state"])
-                    state.save_to_json(str(Path(folder, STATE_FILE)))
+                    state = {**self._pending["before"].content["state"], "stateful_callbacks": {}}
+                    type(trainer.state)(**state).save_to_json(str(Path(folder, STATE_FILE)))
                 yield given if self._pending is None else folder
         finally:
+            if self._before is not None:
+                kept = self._session.commit.kept[0]["trainer"]
+                kept["lost"] = isinstance(kept["moving"], ByReference) and kept["versions"] != self._count_versions()
+            vars(trainer.accelerator).pop("clip_grad_norm_", None)
             args.gradient_accumulation_steps, args.eval_on_start = asked
             callbacks.remove(self)
             del trainer.before_best_model
@@ -304,26 +343,39 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
                 f"each of {windows.first_ranks} workers needs {windows.batch} samples for a step, and there are {windows.samples} in all. "
                 "dataloader_drop_last=True drops them, so no step is left. Use more samples, smaller batches, or dataloader_drop_last=False"
             )
-        self._sampler = PartSampler(windows, sampler, lambda: self._trainer.state.global_step, loader.dataset)
+        live = {"data set": loader.dataset, "train_dataset": self._trainer.train_dataset}
+        step = lambda: self._trainer.state.global_step  # noqa: E731
+        self._sampler = PartSampler(windows, sampler, step, live, self._places, elsewhere=loader.num_workers > 0)
         if self._pending is not None:
-            self._sampler.drawn = self._pending["order"].content
+            self._sampler.continue_with(self._pending["order"].content, self._pending["reading"].content)
         return self._sampler
 
     def begin_step(self) -> list[RankPart]:
         """Choose the parts that this rank computes in the step that begins."""
-        windows = self._windows
+        windows, args = self._windows, self._trainer.args
+        if args.gradient_accumulation_steps != windows.most:
+            raise ConfigError(
+                f"gradient_accumulation_steps was changed to {args.gradient_accumulation_steps} while an elastic Trainer trains, and the "
+                "place in the data follows from it: leave it as it is, or pass prepare_trainer(trainer, elastic=False)"
+            )
         parts = windows.of_rank(self._trainer.state.global_step % windows.steps)
         self._parts = iter(parts)
         return parts
 
-    def begin_part(self, seed: int | None) -> tuple[float, float]:
+    def begin_part(self) -> tuple[float, float]:
         """Find the weight of the step's next part, and the number by which its mean loss is
         divided: how many parts there are for each rank."""
         windows, part = self._windows, next(self._parts)
         epoch, step = divmod(self._trainer.state.global_step, windows.steps)
-        if seed is not None:
-            seed_for(seed, epoch=epoch + 1, offset=part.start)
+        if self._places is not None:
+            self._places.enter(epoch=epoch + 1, offset=part.start)
         return part.weight, windows.count(step) / windows.ranks
+
+    def begin_evaluation(self) -> None:
+        """Called before an evaluation, which can come before the first epoch."""
+        self._note_attributes()
+        if self._places is not None:
+            self._places._replace(call="validate").enter(epoch=self._trainer.state.global_step)
 
     @property
     def rank_ratio(self) -> float:
@@ -341,22 +393,30 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         trainer = self._trainer
         if self._sampler is None:  # training has not begun
             return {}
-        if not self._stepped:
-            self._before = ByReference(copied(self._other_state()))
-        optimizer = trainer.optimizer.state_dict()
-        moving = {"weights": self._weights(), "optimizer": optimizer["state"]}
+        moving = {"weights": self._weights(), "optimizer": trainer.optimizer.state_dict()["state"]}
+        self._versions = self._count_versions()
         return {
+            "versions": self._versions,
             "before": self._before,
             "moving": ByReference(moving) if self._by_reference else moving,
-            "groups": optimizer["param_groups"],
             "buffers": dict(trainer.model.named_buffers()),
             "order": ByReference(self._sampler.drawn),
             "frozen": ByReference(self._frozen),
+            "reading": ByReference(self._sampler.before_step),
             "stepped": self._stepped,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.get("lost"):
+            raise ConfigError(CHANGED)
         self._pending = state or None
+
+    def _count_versions(self) -> int:
+        """Count the changes of all weights and of the optimizer's state."""
+        trainer = self._trainer
+        states = trainer.optimizer.state.values() if trainer.optimizer is not None else ()
+        tensors = [each for state in states for each in state.values() if isinstance(each, torch.Tensor)]
+        return sum(each._version + 1 for each in [*trainer.model.parameters(), *tensors])
 
     def _weights(self, frozen: bool = False) -> dict[str, Any]:
         """The parameters that the optimizer changes, or all others."""
@@ -378,6 +438,9 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
                 "make the module that has them a part of the model, or pass prepare_trainer(trainer, elastic=False)"
             )
         self._frozen = {name: each.flatten()[:8] for name, each in self._weights(frozen=True).items()}
+        self._frozen_versions = {
+            name: each._version for name, each in self._frozen.items()
+        }  # also those of the parameters
         before = self._frozen if self._pending is None else self._pending["frozen"].content
         other = [name for name, value in self._frozen.items() if not torch.equal(value.cpu(), before[name].cpu())]
         if other:
@@ -390,33 +453,74 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         trainer = self._trainer
         scaler, state = trainer.accelerator.scaler, trainer.state
         fields = {each.name: getattr(state, each.name) for each in dataclasses.fields(state)}
+        assert self._attributes is not None
         return {
+            "groups": [{**each, "params": None} for each in trainer.optimizer.param_groups],
+            "trained": [each.requires_grad for each in trainer.model.parameters()],
             "scheduler": trainer.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "state": {**fields, "log_history": []},
             "history": ByReference(tuple(state.log_history)),
-            "callbacks": [each.state()["attributes"] for each in self._exporting()],
+            "control": dict(vars(trainer.control)),
+            "loop": loop_of(self._trainer),
+            "attributes": ByReference(self._attributes.changed()),
             "random": ByReference(generator_states()),
         }
 
-    def _exporting(self) -> list[Any]:
-        return [each for each in self._trainer.callback_handler.callbacks if isinstance(each, ExportableState)]
-
     def _restore(self, kept: dict[str, Any]) -> None:
-        trainer, moving, before = self._trainer, kept["moving"], copied(kept["before"].content)
-        moving = moving.content if isinstance(moving, ByReference) else moving
-        self._load_tensors({**moving["weights"], **kept["buffers"]})
-        trainer.optimizer.load_state_dict({"state": moving["optimizer"], "param_groups": kept["groups"]})
+        """Put back what a commit has, except attributes."""
+        trainer, before = self._trainer, copied(kept["before"].content)
+        self._load_if_changed(kept)
+        for group, saved in zip(trainer.optimizer.param_groups, before["groups"], strict=True):
+            group.update({**saved, "params": group["params"]})
+        for parameter, is_trained in zip(trainer.model.parameters(), before["trained"], strict=True):
+            parameter.requires_grad_(is_trained)
         trainer.lr_scheduler.load_state_dict(before["scheduler"])
         if before["scaler"] is not None:
             trainer.accelerator.scaler.load_state_dict(before["scaler"])
-        trainer.state.log_history = list(before["history"].content)
-        for callback, attributes in zip(self._exporting(), before["callbacks"], strict=True):
-            vars(callback).update(attributes)
-        if kept["stepped"]:
-            skip_once(trainer.optimizer, lambda: self._load_tensors(kept["buffers"]))
-        self._before, self._stepped = kept["before"], kept["stepped"]
-        self._pending, self._restored = None, True
+        here = {name: getattr(trainer.state, name) for name in ("is_local_process_zero", "is_world_process_zero")}
+        vars(trainer.state).update({**before["state"], **here, "log_history": list(before["history"].content)})
+        vars(trainer.control).update(before["control"])
+        vars(trainer).update(before["loop"])
+
+    def _put_back(self, kept: dict[str, Any]) -> None:
+        """Put all back to what it was as the step began, whatever was called since then."""
+        assert self._attributes is not None
+        self._restore(kept)
+        self._attributes.put_back(kept["before"].content["attributes"].content)
+        if kept["stepped"] is not None:
+            self._norm = kept["stepped"].content["norm"]
+            skip_once(self._trainer.optimizer, lambda: self._end_again(kept))
+        set_generators(kept["before"].content["random"].content)
+        self._before, self._stepped, self._pending = kept["before"], kept["stepped"], None
+        self._state.keep_again()
+
+    def _end_again(self, kept: dict[str, Any]) -> None:
+        """Take what the step had computed before, in place of what it has computed with its new
+        weights; except attributes if there were other ranks, because they can be of a rank's own
+        parts."""
+        assert self._attributes is not None
+        stepped = kept["stepped"].content
+        self._load_if_changed(kept)
+        vars(self._trainer).update(copied(stepped["loop"]))
+        if stepped["ranks"] == self._windows.ranks:
+            self._attributes.put_back(stepped["attributes"])
+
+    def _clip(self, *args: Any, **kwargs: Any) -> Any:
+        """Clip the gradients. A step that is repeated has the norm that it had before."""
+        if self._stepped is None:
+            self._norm = type(self._trainer.accelerator).clip_grad_norm_(self._trainer.accelerator, *args, **kwargs)
+        return self._norm
+
+    def _load_if_changed(self, kept: dict[str, Any]) -> None:
+        """Load buffers, and weights and the optimizer's state unless they are as in the commit."""
+        self._load_tensors(kept["buffers"])
+        if self._versions != self._count_versions():
+            moving = kept["moving"].content if isinstance(kept["moving"], ByReference) else kept["moving"]
+            self._load_tensors(moving["weights"])
+            groups = self._trainer.optimizer.state_dict()["param_groups"]
+            self._trainer.optimizer.load_state_dict({"state": moving["optimizer"], "param_groups": groups})
+            self._versions = self._count_versions()
 
     def _load_tensors(self, found: dict[str, Any]) -> None:
         model = self._trainer.model
@@ -434,19 +538,33 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
             self._restore(self._pending)
         optimizer = self._trainer.optimizer
         inner = getattr(optimizer, "optimizer", optimizer)  # of accelerate's wrapper
-        self._by_reference = self._trainer.accelerator.scaler is None and not hasattr(inner, "eval")
-        if self._by_reference:
-            inner.register_step_pre_hook(lambda *_: self._begin_step_of_optimizer())
-            inner.register_step_post_hook(lambda *_: self._end_step_of_optimizer())
+        moves = self._pending is None or isinstance(self._pending["moving"], ByReference)
+        self._by_reference = moves and self._trainer.accelerator.scaler is None and not hasattr(inner, "eval")
+        self._trainer.accelerator.clip_grad_norm_ = self._clip
+        inner.register_step_pre_hook(lambda *_: self._begin_step_of_optimizer())
+        inner.register_step_post_hook(lambda *_: self._end_step_of_optimizer())
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._note_attributes()
+
+    def _note_attributes(self) -> None:
+        """Note the attributes as the function has made them, after all of `on_train_begin`."""
+        if self._attributes is None:
+            self._attributes = attributes_of(self._trainer)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called before the first part of a step, whose batches were read."""
-        if self._restored:
-            set_generators(self._before.content["random"].content)
-            self._state.keep_again()
+        if self._pending is not None:
+            self._put_back(self._pending)
         else:
+            self._look_for_changes()
+            self._before, self._stepped = ByReference(copied(self._other_state())), None
             self._state.commit()
-        self._restored = self._stepped = False
+        self._ends_with_commit = self._by_reference
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called first after a step: its place in the epoch does not depend on the ranks."""
+        state.epoch = self._windows.epoch_after(state.global_step)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_epoch_stop and not control.should_training_stop:
@@ -462,52 +580,237 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         """Copy the commit of the last step, because the Trainer then loads its best model, or the
         function may change the weights."""
         if self._by_reference and self._before is not None:
-            self._by_reference, self._stepped = False, True
+            self._by_reference = False
             self._state.keep_again()
 
+    def _look_for_changes(self) -> None:
+        """Copy from here on if more than the optimizer's step has changed weights since the last
+        commit. Raise an error if they are not the optimizer's, which no commit has."""
+        if self._before is not None and self._versions != self._count_versions():
+            self._by_reference = False
+        other = [name for name, each in self._frozen.items() if each._version != self._frozen_versions[name]]
+        if other:
+            raise ConfigError(
+                f"{other[0]}, which the optimizer does not change, was changed by a callback or the model, and a commit has only what the "
+                "optimizer changes. Register it as a buffer, or pass prepare_trainer(trainer, elastic=False)"
+            )
+
     def _begin_step_of_optimizer(self) -> None:
-        self._session.ensure_whole()
-        signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
+        if self._ends_with_commit:
+            self._session.ensure_whole()
+            signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
+            self._look_for_changes()
 
     def _end_step_of_optimizer(self) -> None:
-        self._stepped = True
+        if not self._ends_with_commit:
+            return
+        assert self._attributes is not None
+        stepped = {"attributes": self._attributes.changed(), "loop": loop_of(self._trainer), "norm": self._norm}
+        self._stepped = ByReference({**stepped, "ranks": self._windows.ranks})
         try:
             self._state.commit_step()
         finally:
-            self._stepped = False
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {STOP_SIGNAL})
 
 
 class PartSampler(Sampler[list[int]]):
     """The batches of one rank: its parts of each step of an epoch. Owns the epoch's order, which is
-    rank 0's."""
+    rank 0's, and what its sampler had then in its attributes, such as a generator."""
 
-    def __init__(self, windows: Windows, sampler: Any, step: Any, data: Any = None) -> None:
-        self.windows, self._sampler, self._step, self._data = windows, sampler, step, data
-        self.drawn: tuple[int, Any] | None = None  # an epoch, and its order
+    def __init__(
+        self,
+        windows: Windows,
+        sampler: Any,
+        step: Any,
+        live: Any = None,
+        places: Places | None = None,
+        elsewhere: bool = False,
+    ) -> None:
+        self.windows, self._sampler, self._step, self._live = windows, sampler, step, live or {}
+        self._places, self._elsewhere = places, elsewhere  # whether other processes read
+        self._attributes = Attributes({"sampler": sampler}, self._live)
+        self.drawn: tuple[int, Any, Any] | None = (
+            None  # an epoch, its order, and what drawing it has changed in the sampler
+        )
+        self.before_step: Any = None  # the random states before the samples of the step were read
+        self._again: Any = None
 
     def __len__(self) -> int:
         return len(self.windows)
 
+    def continue_with(self, drawn: tuple[int, Any, Any], before_step: Any) -> None:
+        self.drawn, self._again = drawn, before_step
+        self._attributes.put_back(drawn[2])
+
     def __iter__(self) -> Iterator[list[int]]:
         epoch, done = divmod(self._step(), self.windows.steps)
-        set_epoch(self._data, epoch)
+        set_epoch(self._live.get("data set"), epoch)
         return self._parts_of(epoch, done)
 
-    def _parts_of(self, epoch: int, done: int) -> Iterator[list[int]]:
+    def _parts_of(self, epoch: int, done: int) -> Iterator[Any]:
         """Yield nothing in the batches of steps that are done: transformers drops them unread. The
         order is drawn with the first batch, as a loader's iterator has drawn a number before
         that."""
         if self.drawn is None or self.drawn[0] != epoch:
-            set_epoch(self._sampler, epoch)
-            order: Any = torch.tensor(list(self._sampler))
-            if self.windows.ranks > 1:
-                order, _ = agree(order, None, first=self.windows.rank == 0)
-            self.drawn = epoch, order
+            self.drawn = epoch, self._draw(epoch), self._attributes.changed()
         order = self.drawn[1]
         for step in range(self.windows.steps):
+            if step >= done:
+                self._begin_step()
             for part in self.windows.of_rank(step):
-                yield [] if step < done else order[part.start : part.stop].tolist()
+                yield [] if step < done else self._to_read(epoch, part.start, order[part.start : part.stop].tolist())
+
+    def _begin_step(self) -> None:
+        if self._again is not None:
+            set_generators(self._again)
+        self._again, self.before_step = None, generator_states()
+
+    def _draw(self, epoch: int) -> Any:
+        """Draw an order. With a seed, the process's generators are seeded for it, and then as they
+        were."""
+        set_epoch(self._sampler, epoch)
+        states = generator_states()
+        if self._places is not None:
+            self._places.enter(epoch=epoch + 1)
+        order: Any = torch.tensor(list(self._sampler))
+        if self._places is not None:
+            set_generators(states)
+        if self.windows.ranks > 1:
+            order, _ = agree(order, None, first=self.windows.rank == 0)
+        return order
+
+    def _to_read(self, epoch: int, start: int, rows: list[int]) -> Any:
+        """Seed the generators of the process that reads these rows next."""
+        if self._places is None:
+            return rows
+        number = self._places.number(epoch=epoch + 1, offset=start, reading=True)
+        if self._elsewhere:
+            return Units(number, rows)
+        seed_generators(number)
+        return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """Stands in a commit for an object that the function creates."""
+
+    name: str
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return memo.get("live", {}).get(self.name, self)
+
+
+class Attributes:
+    """Finds what has changed in the attributes of some objects, the owners, which the function
+    creates again in each attempt, and puts it back.
+
+    Copied are data, and objects from the owner's package. Of other objects with `state_dict`, the
+    state is kept. References to those that are `live` stay references. What cannot be copied, as a
+    file or a progress bar, stays as it is.
+    """
+
+    def __init__(self, owners: Mapping[str, Any], live: Mapping[str, Any]) -> None:
+        self._owners, self._live = owners, {**live, **owners}
+        self._references = {id(each): Reference(name) for name, each in self._live.items()}
+        self._first: dict[str, dict[str, Any]] = {name: {} for name in owners}
+        self._bound = {name: dict(vars(owner)) for name, owner in owners.items()}
+        self._first = self.changed()
+
+    def changed(self) -> dict[str, dict[str, Any]]:
+        memo = dict[Any, Any](self._references)
+        return {name: dict(self._changes(name, memo)) for name in self._owners}
+
+    def _changes(self, name: str, memo: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+        owner, first, bound = self._owners[name], self._first[name], self._bound[name]
+        exports = isinstance(owner, ExportableState)
+        for attribute, value in {**vars(owner), **(owner.state()["attributes"] if exports else {})}.items():
+            if name == "trainer" and attribute in SET_BY_TRANSFORMERS:
+                continue
+            before, same = first.get(attribute, first), value is bound.get(attribute, bound)
+            data = is_data(value, owner)
+            has_state = hasattr(value, "load_state_dict") and not data
+            if value is before or (same and (id(value) in self._references or not (data or has_state))):
+                continue
+            try:
+                found = Saved(copied(value.state_dict())) if same and has_state else copy.deepcopy(value, memo)
+            except Exception as error:
+                if data and not exports:
+                    raise ConfigError(NOT_COPIED % (attribute, type(owner).__name__, type(value).__name__)) from error
+                continue
+            if not is_equal(found, before):
+                yield attribute, found
+
+    def put_back(self, changed: Mapping[str, Mapping[str, Any]]) -> None:
+        memo: dict[Any, Any] = {"live": self._live}
+        for name, owner in self._owners.items():
+            kept = changed.get(name, {})
+            for attribute, value in {**self._first[name], **kept}.items():
+                now = vars(owner).get(attribute)
+                if attribute in kept or is_data(now, owner):
+                    vars(owner)[attribute] = renewed(now, copy.deepcopy(value, memo))
+
+
+@dataclasses.dataclass
+class Saved:
+    """The state of an object that the function creates, and that loads it."""
+
+    state: Any
+
+
+def renewed(now: Any, kept: Any) -> Any:
+    """What an attribute that is `now` this becomes: the same object with other content, if it can,
+    because the function may have it, too."""
+    if isinstance(kept, Saved):
+        now.load_state_dict(kept.state)
+    elif now is kept or type(now) is not type(kept):
+        return kept
+    elif isinstance(now, (list, deque)):
+        now.clear()
+        now.extend(kept)
+    elif isinstance(now, (dict, set)):
+        now.clear()
+        now.update(kept)
+    elif hasattr(now, "__dict__") and not isinstance(now, DATA):
+        vars(now).clear()
+        vars(now).update(vars(kept))
+    else:
+        return kept
+    return now
+
+
+def is_data(value: Any, owner: Any) -> bool:
+    """Whether a value is data, or of a class from the same package as its owner's, which is no
+    library that raysgd knows."""
+    first = next(kind for kind in type(owner).__mro__ if not kind.__module__.startswith("raysgd."))
+    package = first.__module__.partition(".")[0]
+    own = package not in LIBRARIES and package == type(value).__module__.partition(".")[0]
+    return own or (isinstance(value, DATA) and not isinstance(value, io.IOBase))
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Whether two values are known to be equal. For tensors and arrays, they are not."""
+    try:
+        return bool(one == other)
+    except Exception:
+        return False
+
+
+def attributes_of(trainer: Any) -> Attributes:
+    """The attributes of the callbacks, the arguments, and the Trainer's class, without those that
+    transformers sets."""
+    owners, handler = {"trainer": trainer, "args": trainer.args}, trainer.callback_handler
+    for each in handler.callbacks:
+        if not isinstance(each, Continuation):
+            kinds = [name for name in owners if name.startswith(f"{type(each).__qualname__} ")]
+            owners[f"{type(each).__qualname__} {len(kinds)}"] = each
+    names = {*inspect.signature(Trainer.__init__).parameters, "model_wrapped", "continuation", "accelerator"}
+    live = {**vars(handler), **{name: getattr(trainer, name, None) for name in names}}
+    live |= {
+        f"model.{name}": each
+        for kind in ("modules", "parameters")
+        for name, each in getattr(trainer.model, f"named_{kind}")()
+    }
+    return Attributes(owners, {name: each for name, each in live.items() if each is not None})
 
 
 def skip_once(optimizer: Any, instead: Callable[[], None]) -> None:

@@ -4,7 +4,7 @@ positions. Worker.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raysgd.core.sampling_plan import RankPart
 
@@ -45,6 +45,13 @@ class Windows:
     def most(self) -> int:
         """How many parts each rank has in a full step."""
         return -(-self.per_step // self.ranks)
+
+    def epoch_after(self, steps: int) -> float:
+        """The place in the data after so many steps, in epochs, as a rank of the first attempt
+        counts it."""
+        first = replace(self, ranks=self.first_ranks, rank=0)
+        epoch, step = divmod(steps - 1, self.steps)
+        return epoch + min((step + 1) * first.most, len(first)) / len(first)
 
     def count(self, step: int) -> int:
         """How many parts this step has for all ranks."""

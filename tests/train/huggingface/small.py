@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, WeightedRandomSampler, default_collate
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -159,6 +159,14 @@ class Recording(Trainer):  # type: ignore[misc]
         return super().evaluate(*args, **kwargs)
 
 
+class Weighted(Recording):
+    """Takes its order from the process's random numbers."""
+
+    def _get_train_sampler(self, *data: Any) -> Any:
+        size = len(self.train_dataset)
+        return WeightedRandomSampler([1 + each % 3 for each in range(size)], size)
+
+
 class Means(Recording):
     """Has a loss that is a mean over the batch, though transformers believes that it has divided it by the labels of the step."""
 
@@ -224,9 +232,8 @@ def make_trainer(config: dict[str, Any]) -> Recording:
         data |= {"compute_loss_func": loss_of, "data_collator": without_labels}
     if "patience" in config:
         data |= {"callbacks": [EarlyStoppingCallback(config["patience"])], "compute_metrics": entropy}
-    trainer = (Means if config.get("means") else Recording)(
-        model=make_model(kind, config.get("dropout", 0.0)), args=args, **data
-    )
+    kind_of_trainer = Means if config.get("means") else Weighted if config.get("weighted") else Recording
+    trainer = kind_of_trainer(model=make_model(kind, config.get("dropout", 0.0)), args=args, **data)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Ledger(trainer, config.get("pause_s", 0.0), config.get("ranks", 99)))
     return trainer

@@ -21,6 +21,7 @@ from tests.replicas import FunctionRank, Interrupted
 from tests.train.huggingface.small import (
     STOPPING,
     MeanLoss,
+    Recording,
     Tokens,
     arguments,
     make_model,
@@ -300,6 +301,11 @@ class EndsEpochs(TrainerCallback):  # type: ignore[misc]
         ({"accelerator_config": {"split_batches": True}}, {}, "with split_batches: leave it out, or pass"),
         ({"auto_find_batch_size": True}, {}, "auto_find_batch_size"),
         ({"ignore_data_skip": True}, {}, "ignore_data_skip"),
+        (
+            {"average_tokens_across_devices": False},
+            {},
+            "average_tokens_across_devices=False, which weighs tokens by their rank",
+        ),
         ({"max_steps": 2}, {"train_dataset": Endless()}, "an IterableDataset"),
         (
             {"optim": "galore_adamw_layerwise", "optim_target_modules": ["head"]},
@@ -432,6 +438,46 @@ def test_a_class_with_elastic_is_prepared_too(rank: FunctionRank, tmp_path: Path
     assert rank.run(function) == (1, 7, 1)
 
 
+class Draws(TrainerCallback):  # type: ignore[misc]
+    """Leaves the random numbers elsewhere, as the parts of another rank would."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        torch.rand(3)
+
+
+@pytest.mark.parametrize("given", [{"weighted": True}, {"arguments": BY_LENGTH}])
+def test_with_a_seed_an_order_does_not_depend_on_the_rank(
+    rank: FunctionRank, tmp_path: Path, given: dict[str, Any]
+) -> None:
+    def function(draws: bool) -> dict[str, Any]:
+        trainer = make_trainer({**DROPOUT, "folder": str(tmp_path), **given})
+        if draws:
+            trainer.add_callback(Draws)
+        prepare_trainer(trainer, seed=7).train()
+        return result_of(trainer)
+
+    assert_equal(run(rank, function, True)[0], run(rank, function, False)[0])
+
+
+def test_a_sampler_sees_the_accumulation_of_the_first_attempt(rank: FunctionRank, tmp_path: Path) -> None:
+    """Of it and the batch size, `group_by_length` makes its groups."""
+
+    accumulations: list[int] = []
+
+    class Sees(Recording):
+        def _get_train_sampler(self, *data: Any) -> Any:
+            accumulations.append(self.args.gradient_accumulation_steps)
+            return super()._get_train_sampler(*data)
+
+    def function() -> None:
+        trainer = make_trainer({**DROPOUT, "folder": str(tmp_path), "arguments": {"max_steps": 1}})
+        trainer.__class__ = Sees
+        prepare_trainer(trainer).train()
+
+    rank.run(function, workers=2)
+    assert accumulations == [2]
+
+
 def test_an_order_is_drawn_once_in_an_epoch() -> None:
     """Of samplers without a seed, such as those for lengths, a second order would have other samples."""
     sampler = PartSampler(Windows(8, 2, 2, 1, 0, 1), RandomSampler(range(8)), lambda: 0)
@@ -488,6 +534,75 @@ def test_parameters_that_a_commit_does_not_have(
 
     with pytest.raises(ValueError, match=message):
         run(rank, function)
+
+
+class Iterates(TrainerCallback):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.places = (place for place in range(9))
+
+
+class Accumulates(TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        args.gradient_accumulation_steps = 3
+
+
+class Moves(TrainerCallback):  # type: ignore[misc]
+    """Changes weights that the optimizer does not have."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        with torch.no_grad():
+            model.embed.weight.mul_(0.9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Iterates, "cannot copy the attribute places of Iterates, a generator"),
+        (Accumulates, "gradient_accumulation_steps was changed to 3"),
+        (Moves, "embed.weight, which the optimizer does not change, was changed by a callback"),
+    ],
+)
+def test_callbacks_whose_changes_a_commit_cannot_have(
+    rank: FunctionRank, tmp_path: Path, kind: Any, message: str
+) -> None:
+    def function() -> None:
+        trainer = make_trainer({"kind": "mean", "samples": 32, "folder": str(tmp_path)})
+        trainer.model.embed.weight.requires_grad = False
+        trainer.add_callback(kind())
+        prepare_trainer(trainer).train()
+
+    with pytest.raises(ValueError, match=message):
+        rank.run(function)
+
+
+class Shrinks(TrainerCallback):  # type: ignore[misc]
+    """Changes weights after the optimizer's step."""
+
+    def __init__(self, on_place: Any) -> None:
+        self.on_place = on_place
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        with torch.no_grad():
+            model.head.weight.mul_(0.9)
+        self.on_place("shrunk", state.global_step)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_callback_changes_weights(rank: FunctionRank, tmp_path: Path, step: int) -> None:
+    """From the second step on, commits are copies. In the first, the weights before the change are lost, which is an error."""
+
+    def function(on_place: Any) -> dict[str, Any]:
+        trainer = make_trainer({"kind": "mean", "samples": 32, "folder": str(tmp_path)})
+        trainer.add_callback(Shrinks(on_place))
+        prepare_trainer(trainer).train()
+        return result_of(trainer)
+
+    undisturbed, _ = run(rank, function, lambda where, step: None)
+    if step == 1:
+        with pytest.raises(ValueError, match="changed weights or the optimizer's state outside of"):
+            run(rank, function, stopping(rank, "shrunk", step))
+    else:
+        assert_equal(run(rank, function, stopping(rank, "shrunk", step))[0], undisturbed)
 
 
 def test_an_evaluation_at_the_start_is_made_once(rank: FunctionRank, tmp_path: Path) -> None:

@@ -253,6 +253,31 @@ def test_with_a_seed_dropout_is_equal(trio: Group) -> None:
     assert_continued(found, undisturbed, within=1e-4)
 
 
+ORDERS = {
+    "group_by_length": {"arguments": {"train_sampling_strategy": "group_by_length", "num_train_epochs": 6}},
+    "weighted": {"weighted": True, "arguments": {"num_train_epochs": 6}},
+}
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    "faults", [(Fault(1, 3, where="after"),), (Fault(0, 3, where="forward"), Fault(1, 20, where="after"))]
+)
+@pytest.mark.parametrize("order", [*ORDERS])
+def test_with_a_seed_an_order_is_equal(pair: Group, order: str, faults: tuple[Fault, ...]) -> None:
+    """One without a generator of its own, of the epochs after the failure, too. Before the second failure, a replacement joins."""
+    config: dict[str, Any] = {"kind": "bert", "dropout": 0.1, "seed": 7, "samples": 48, **ORDERS[order]}
+    config["arguments"] = {**config["arguments"], "eval_strategy": "no", "gradient_accumulation_steps": 1}
+    pair.complete()
+    if order not in UNDISTURBED:
+        UNDISTURBED[order] = pair.train(**config)
+    before = len(pair.trainer.recoveries)
+    found = pair.train(faults=faults, **config, **({"pause_s": 1.5, "ranks": 2} if len(faults) > 1 else {}))
+    failures = [each for each in pair.trainer.recoveries[before:] if each.reason == "worker death"]
+    assert [each.in_place for each in failures] == [True] * len(faults)
+    assert_continued(found, UNDISTURBED[order], within=1e-4)
+
+
 @pytest.mark.more
 def test_early_stopping_and_the_best_model(trio: Group) -> None:
     """They follow a metric of the predictions, which is equal for any number of workers, as the evaluation's loss is not."""
