@@ -274,6 +274,7 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         args = trainer.args
         self._pending: dict[str, Any] | None = None
         self._by_reference = True
+        self._parameters: list[Any] = []  # of the model, which finds them slowly
         self._versions = -1  # of the weights and the optimizer's state, when they were last known
         self._attributes: Attributes | None = None  # since on_train_begin
         self._places = None if trainer.seed_of_parts is None else Places(trainer.seed_of_parts)
@@ -416,7 +417,7 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         trainer = self._trainer
         states = trainer.optimizer.state.values() if trainer.optimizer is not None else ()
         tensors = [each for state in states for each in state.values() if isinstance(each, torch.Tensor)]
-        return sum(each._version + 1 for each in [*trainer.model.parameters(), *tensors])
+        return sum(each._version + 1 for each in [*self._parameters, *tensors])
 
     def _weights(self, frozen: bool = False) -> dict[str, Any]:
         """The parameters that the optimizer changes, or all others."""
@@ -456,7 +457,7 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         assert self._attributes is not None
         return {
             "groups": [{**each, "params": None} for each in trainer.optimizer.param_groups],
-            "trained": [each.requires_grad for each in trainer.model.parameters()],
+            "trained": ByReference([each.requires_grad for each in self._parameters]),
             "scheduler": trainer.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "state": {**fields, "log_history": []},
@@ -473,7 +474,7 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         self._load_if_changed(kept)
         for group, saved in zip(trainer.optimizer.param_groups, before["groups"], strict=True):
             group.update({**saved, "params": group["params"]})
-        for parameter, is_trained in zip(trainer.model.parameters(), before["trained"], strict=True):
+        for parameter, is_trained in zip(self._parameters, before["trained"].content, strict=True):
             parameter.requires_grad_(is_trained)
         trainer.lr_scheduler.load_state_dict(before["scheduler"])
         if before["scaler"] is not None:
@@ -533,6 +534,7 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called when the Trainer has its optimizer."""
+        self._parameters = [*self._trainer.model.parameters()]
         self._check_parameters()
         if self._pending is not None:
             self._restore(self._pending)
