@@ -177,8 +177,8 @@ class OperatorRank(Rank):
         """Train the rest of an epoch. Return its metrics, or `Interrupted`."""
         return self._metrics(ReplicaBase.train, call, num_steps, **more)
 
-    def validate(self, call: int = 1, num_steps: int | None = None) -> Any:
-        return self._metrics(evaluation.validate, call, num_steps)
+    def validate(self, call: int = 1, num_steps: int | None = None, **more: Any) -> Any:
+        return self._metrics(evaluation.validate, call, num_steps, **more)
 
     def test(self, call: int = 1, num_steps: int | None = None) -> Any:
         return self._metrics(evaluation.test, call, num_steps)

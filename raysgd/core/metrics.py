@@ -47,6 +47,7 @@ class Measured:
     traces      profiler traces, as {file name: bytes}
     stop        whether the user's code wants the loop over epochs to end
     pace        what the loops of the worker have taken, in a progress message
+    place       where an evaluation has ended: the pass, the offset, and whether the pass has ended
     """
 
     metrics: Result = field(default_factory=dict)
@@ -60,6 +61,7 @@ class Measured:
     traces: Mapping[str, bytes] = field(default_factory=dict)
     stop: bool = False
     pace: Sums | None = None
+    place: tuple[int, int, bool] | None = None
 
 
 class WeightedMean(float):

@@ -76,6 +76,7 @@ class CallRunner:
         self._open = self._is_new_folder = False
         self.named: NamedRun | None = None
         self.place = Place()
+        self.places: dict[str, Any] = {}  # where the newest evaluation of each kind has ended, by rank
 
     @property
     def shows_results(self) -> bool:
@@ -171,7 +172,7 @@ class CallRunner:
         steps = job.call.arguments.get("num_steps")
         call = f"{kind}({'' if steps is None else f'num_steps={steps}'})"
         if (found := self.place.find_recorded(call)) is not None:
-            self.stop = found.stop
+            self.stop, self.places[kind] = found.stop, found.places
             return found.result, found.each
         self._store_caught(engine)
         began, self._kind, self._failed, before = time.monotonic(), kind, False, engine.progress.step
@@ -186,6 +187,7 @@ class CallRunner:
             for part in parts:
                 self.batch_mode = (part.values and part.values[0].batch_mode) or self.batch_mode
             self.stop = any(value.stop for part in parts for value in part.values)
+            self.places[kind] = [value.place for value in parts[-1].values if value.place is not None]
             result = metrics.merge_call([part.values for part in parts])
             if NUM_SAMPLES not in result and any(
                 NUM_SAMPLES in value.metrics for part in parts for value in part.values
@@ -199,7 +201,7 @@ class CallRunner:
             self._callbacks.raise_stop()
             self._say_folder()
             each = _returned(kind, parts) or rows
-            self._commit(Made(call, result, each, self.stop), engine)
+            self._commit(Made(call, result, each, self.stop, self.places[kind]), engine)
         except BaseException as error:
             self.place.note_error(call, error)
             self._fail(error)

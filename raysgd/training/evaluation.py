@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
@@ -39,12 +39,12 @@ class EvaluatingReplica(Protocol):
 
 
 class Evaluations:
-    """Owns the passes of validations, or of tests, over their data, of which each call begins a new
-    one.
+    """Owns the passes of validations, or of tests, over their data. Each call begins a new one,
+    unless it continues that of the call before.
 
     kind       "validation" or "test"
-    passes     its `epoch` counts the passes that have begun, and its `call` is the newest of them:
-               the only part of the position that belongs to the state
+    passes     where the newest call has ended, the number of that, and, as `parked`, where it
+               began: the only part of the position that belongs to the state
     positions  of the newest pass over each loader
     """
 
@@ -60,17 +60,25 @@ class Evaluations:
         info: dict[str, Any] | None,
         call: int,
         reduced: bool = True,
+        continues: bool = False,
+        places: Sequence[Any] = (),
     ) -> Any:
         """Make one pass, over at most `num_steps` batches of each loader. No rank waits for another
-        one."""
-        kind, internals = self.kind, replica.internals
+        one. `places` are where the call before has ended on each rank, if the driver knows that.
+        With one loader, a call that `continues` begins there."""
+        kind, internals, passes = self.kind, replica.internals, self.passes
         phases = phases_of(kind, getattr(internals.parts, replica.data_names[kind]))
         for phase in phases:
             replica.registered_source(phase)
-        if call != self.passes.call:  # otherwise, a peer failed, and all repeat the call
-            self.passes.open_call(call)
-            self.passes.epoch += 1
-        began = Position(epoch=self.passes.epoch - 1)
+        here = internals.rank_info
+        start = passes.parked if call == passes.call else None  # all repeat a call in which a rank has failed
+        if places:
+            start = places[here.world_rank if len(places) == here.world_size else 0]
+        passes.call, passes.parked = call, list(start or (passes.epoch, passes.offset, passes.ended))
+        passes.epoch, passes.offset, passes.ended = passes.parked
+        continues = continues and phases == [kind]
+        begins_at = passes.offset if continues and not passes.ended else 0
+        began = Position(epoch=passes.epoch - (begins_at > 0), offset=begins_at)
         began.open_call(call)
         found: list[Measured] = []
         for phase in phases:
@@ -80,6 +88,11 @@ class Evaluations:
             if isinstance(measured, Interrupted):
                 return measured
             found.append(measured)
+        position = max((self.position_in(phase) for phase in phases), key=lambda each: each.epoch)
+        if position.epoch > began.epoch:
+            passes.epoch, passes.offset, passes.ended = position.epoch, position.offset, position.ended
+        passes.ended = passes.ended or not continues
+        found[0] = replace(found[0], place=(passes.epoch, passes.offset, passes.ended))
         if phases == [kind]:
             return found[0]
         prefix = "test_" if kind == "test" else internals.prefix

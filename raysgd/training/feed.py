@@ -184,6 +184,7 @@ class Feed:
         self._carrier, self._seed, self.call, self._name = carrier or Carrier(), seed, call, name
         self.policies = policies
         self.training = call == "train"
+        self._begins_at = 0 if self.training else position.offset  # in the first pass: an evaluation can continue one
         self._reader: Reader | None = None  # of the running epoch
         self.ahead = self._carrier.ahead or window > 1
         self.step = Step(policies=policies.usual())  # for steps that user code makes before the first batch
@@ -323,8 +324,11 @@ class Feed:
             if self._limit is None and position.call_batches == 0 and position.offset > 0:
                 position.call_epoch += 1  # earlier calls used this epoch up: this call has the next one
                 continue
-            empty += 1
-            if self._limit is None or empty > 1:
+            # In an evaluation, only the other ranks may have parts of the last step: it counts on all.
+            steps = 0 if self.training else self.source.steps_left(self.rank_info, position.offset) or 0
+            position.call_batches += steps
+            empty += not steps
+            if self._limit is None or position.call_batches >= self._limit or empty > 1:
                 return None
 
     def _open(self) -> Reader:
@@ -347,7 +351,8 @@ class Feed:
         self._control.ensure_whole()  # the order, of which rank 0 may have sent a part
         self._reader = None
         self.position.epoch = epoch
-        self.position.offset, self.position.ended, self.position.epoch_batches = 0, False, 0
+        self.position.ended, self.position.epoch_batches = False, 0
+        self.position.offset, self._begins_at = self._begins_at, 0
 
     def _end_epoch(self) -> None:
         self.position.ended = self.position.call_ended = True

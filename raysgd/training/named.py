@@ -42,7 +42,8 @@ class NamedRun:
         self.rows: list[dict[str, Any]] = []
         self._stored = 0  # rows in the record
         self.attached = False
-        self.counts: tuple[int, int] = (0, 0)  # validations and tests before the body that was running
+        # Before the body that was running: validations and tests, and where the newest of each has ended.
+        self.counts: tuple[int, int, dict[str, Any]] = (0, 0, {})
         self._warned = False
 
     def start(self, engine: Engine) -> None:
@@ -120,7 +121,7 @@ class NamedRun:
 
     # -- the loop -------------------------------------------------------------------------------------
 
-    def begin_body(self, counts: tuple[int, int], engine: Engine, history: History, wants: list[bool]) -> None:
+    def begin_body(self, counts: Any, engine: Engine, history: History, wants: list[bool]) -> None:
         """Note that the body of a loop begins."""
         self.counts = counts
         if not (self.attached and self._place.is_resumed):  # otherwise the next script would begin with the last one

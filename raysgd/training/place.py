@@ -25,12 +25,14 @@ class Made(NamedTuple):
     result  what it has returned; of an error that it has raised, the module, class and text
     each    what each worker has measured; None for a call that changes the state
     stop    whether user code on the workers has ended the loop over epochs with it
+    places  where an evaluation has ended on each rank
     """
 
     call: str
     result: Any
     each: Any = None
     stop: bool = False
+    places: Any = None
 
 
 class Place:
@@ -111,7 +113,7 @@ class Place:
     def as_json(self) -> list[Any]:
         """The calls of this body for the record of a checkpoint."""
         return [
-            [each.call, for_json(each.result, strict=False), for_json(each.each, strict=False), each.stop]
+            [each.call, for_json(each.result, strict=False), for_json(each.each, strict=False), each.stop, each.places]
             for each in self.made
         ]
 

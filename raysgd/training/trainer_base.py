@@ -81,7 +81,8 @@ class TrainerBase(ABC):
             atexit.register(self._at_exit)
         if self.attached:
             assert calls.named is not None
-            self._validations, self._tests = calls.named.counts
+            self._validations, self._tests, places = calls.named.counts
+            calls.places.update(places)
             self._loops.attach(calls.place.loop, calls.place.done)
         self._begin()
         if calls.named is not None and not self.attached:
@@ -100,7 +101,8 @@ class TrainerBase(ABC):
         calls = self._calls
         rows = calls.place.begin_body(loop, done)
         if calls.named is not None:
-            calls.named.begin_body((self._validations, self._tests), self._engine, calls.history, calls.wants)
+            counts = self._validations, self._tests, dict(calls.places)
+            calls.named.begin_body(counts, self._engine, calls.history, calls.wants)
         return rows
 
     def _at_exit(self) -> None:
@@ -172,10 +174,10 @@ class TrainerBase(ABC):
             for epoch in trainer.epochs(epochs):
                 trainer.train(num_steps, max_retries=max_retries, info=info)
                 if epoch % validate_every == 0:
-                    trainer.validate(validation_steps, info=info)
+                    trainer.validate(info=info)
 
         num_steps         batches in each epoch; None: all of them
-        validation_steps  batches in each validation; None: all of them
+        validation_steps  the first batches, which each validation has; None: all of them
         max_retries       how many worker failures each epoch survives (-1: any number)
         info              a dictionary that the operator's methods get
         progress          False: print nothing
@@ -194,7 +196,8 @@ class TrainerBase(ABC):
             trained = self.train(num_steps, max_retries=max_retries, info=info)
             seconds = time.monotonic() - began
             validates = validate_every and epoch % validate_every == 0
-            validated = self.validate(validation_steps, info=info) if validates else {}
+            with self._engine.claim("validate()"):
+                validated = self._validate(validation_steps, info=info) if validates else {}
             if progress and not self._calls.shows_results:
                 print(epoch_line(epoch, epochs, seconds, trained, validated), flush=True)
         return self.history
@@ -287,15 +290,27 @@ class TrainerBase(ABC):
         info: Mapping[str, Any] | None = None,
     ) -> Any:
         """Validate on one pass over the validation data, using every row once, or on `num_steps`
-        batches.
+        batches: those after the ones of the last such call.
 
         Return what was measured; with `reduce_results=False`, a list with each worker's own
         results, or with what the operator's `validate` returned there if that is not a dict.
         `profile` and `info` have the same meaning as in `train`.
         """
-        self._validations += 1
+        return self._validate(num_steps, profile, reduce_results, info, continues=num_steps is not None)
+
+    def _validate(
+        self,
+        num_steps: int | None,
+        profile: bool = False,
+        reduce_results: bool = True,
+        info: Mapping[str, Any] | None = None,
+        **more: bool,
+    ) -> Any:
+        number = self._validations + 1
         num_steps = self._validation_steps if num_steps is None else num_steps
-        return self._evaluate("validate", self._validations, num_steps, profile, reduce_results, info)
+        found = self._evaluate("validate", number, num_steps, profile, reduce_results, info, **more)
+        self._validations = number  # one that an error has ended is made again under its number
+        return found
 
     @exclusive
     def test(
@@ -312,8 +327,9 @@ class TrainerBase(ABC):
         the names of the metrics. `profile`, `reduce_results` and `info` are those of `validate`,
         and so is the result.
         """
+        found = self._evaluate("test", self._tests + 1, num_steps, profile, reduce_results, info)
         self._tests += 1
-        return self._evaluate("test", self._tests, num_steps, profile, reduce_results, info)
+        return found
 
     def _evaluate(
         self,
@@ -323,10 +339,12 @@ class TrainerBase(ABC):
         profile: bool,
         reduce_results: bool,
         info: Mapping[str, Any] | None,
+        **more: bool,
     ) -> Metrics | list[Any]:
         check_call(num_steps, 0, info)
         check_flags(profile=profile, reduce_results=reduce_results)
-        arguments = {"num_steps": num_steps, "profile": profile, "call": call, "reduced": reduce_results}
+        arguments = {"num_steps": num_steps, "profile": profile, "call": call, "reduced": reduce_results, **more}
+        arguments["places"] = self._calls.places.get(kind, ())
         arguments["info"] = self._packed(info and dict(info))
         self._saves.raise_failed()
         method = evaluation.validate if kind == "validate" else evaluation.test
@@ -378,6 +396,7 @@ class TrainerBase(ABC):
             return ()
 
         self._calls.change(name, self._engine, make)
+        self._calls.places.clear()  # those of the loaded state count
 
     def _values(self, method: Callable[..., Any], **given: Any) -> list[Any]:
         """Call a function of replicas on every rank, and return its values in rank order."""

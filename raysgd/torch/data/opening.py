@@ -55,7 +55,8 @@ class Opener:
             if training:
                 _check_parts(loader, settings)
             division = internals.keep_batch.division if training else settings.evaluation
-            return PlannedSource(loader, pad=training, division=division, places=places, device=self.operator.device)
+            more: dict[str, Any] = {"places": places, "position": position, "device": self.operator.device}
+            return PlannedSource(loader, pad=training, division=division, **more)
         if training and has_state(loader):
             return StatefulSource(loader, shard=shared, keep=self._keep, places=places)
         return LiveSource(loader, shard=shared, together=training, keep=self._keep, places=places)

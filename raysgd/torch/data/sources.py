@@ -96,7 +96,8 @@ class BatchSource:
 class PlannedSource(BatchSource):
     """A map-style loader. Every sample is used once per epoch, over any number of resizes.
 
-    Owns the epoch's order. The caller owns the offset, because only committed batches count.
+    Owns the epoch's order, and in an evaluation those since the call's beginning, because it can
+    begin again. The caller owns the offset, because only committed batches count.
     `division` returns how a step is divided now, for a number of ranks. Where code of the user
     reads a part, the generators are seeded for its place among `places`. `device` is where the
     batches are used.
@@ -109,9 +110,11 @@ class PlannedSource(BatchSource):
         pad: bool,
         division: Callable[[int], Division] = lambda ranks: Division(ranks, ranks),
         places: Places | None = None,
+        position: Position | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.loader, self._pad, self._division, self._places = loader, pad, division, places
+        self._position, self._known = position or Position(), dict[int, tuple[Order, Recipe | None]]()
         self._own_batches = own = has_own_batches(loader)
         self._picker = Picker(own_batches=own, batched=own or loader.batch_size is not None)
         self._twin = following(loader, self._picker, pinned=device is not None and device.type == "cuda")
@@ -130,6 +133,16 @@ class PlannedSource(BatchSource):
         0."""
         super().begin(epoch, rank_info, shared)
         self._drop()  # a pass that ended early with a deal; its processes may have an older data set
+        order, recipe = self._known.get(epoch) or self._draw(epoch, rank_info, shared)
+        self.order, self._recipe = order, None
+        if shared and rank_info.world_size > 1 and not isinstance(order, range):
+            self.order, self._recipe = order, recipe = agree(order, recipe, first=rank_info.world_rank == 0)
+        if not self._pad:
+            first = self._position.call_epoch - 1
+            self._known = {each: found for each, found in self._known.items() if each >= first}
+            self._known[epoch] = order, recipe
+
+    def _draw(self, epoch: int, rank_info: RankInfo, shared: bool) -> tuple[Order, Recipe | None]:
         generators = [torch.default_generator, *random_sources(self.loader)]
         if self._begun is not None and self._begun[0] == epoch:  # a failure has ended the first try
             for generator, before in zip(generators, self._begun[1], strict=True):
@@ -139,13 +152,11 @@ class PlannedSource(BatchSource):
             if self._orders is not None:
                 torch.default_generator.manual_seed(derived_seed(self._orders, epoch))
             with ranks_asked() as asked:
-                order, recipe = epoch_order(self.loader)
-        self.order, self._recipe = order, None
-        if shared and rank_info.world_size > 1 and not isinstance(order, range):
-            self.order, self._recipe = agree(order, recipe, first=rank_info.world_rank == 0)
+                drawn = epoch_order(self.loader)
         if asked and shared and epoch == 0 and rank_info.world_rank == 0:
             sampler = self.loader.batch_sampler if self._own_batches else self.loader.sampler
             logger.warning(SAMPLER_DIVIDES, type(sampler).__name__)
+        return drawn
 
     @property
     def units(self) -> int | None:
@@ -156,7 +167,7 @@ class PlannedSource(BatchSource):
         """The order of this epoch, and the generators' states for the next ones."""
         order = None if isinstance(self.order, range) else self.order
         generators = [source.get_state() for source in random_sources(self.loader)]
-        if self._begun is not None and self._begins:
+        if self._begun is not None and self._begins and self._epoch not in self._known:
             generators = self._begun[1][1:]
         return {**super().state(), "order": order, "generators": generators}
 
@@ -167,7 +178,8 @@ class PlannedSource(BatchSource):
         orders = torch.initial_seed() if self._orders is None else self._orders
         drawn = {} if self._places is not None or random_sources(self.loader) else {"orders": orders}
         recipe = {} if self._recipe is None else {"order": None, "recipe": self._recipe}
-        return {**self.state(), **drawn, **recipe}
+        known = {epoch: (order if made is None else None, made) for epoch, (order, made) in self._known.items()}
+        return {**self.state(), **drawn, **recipe, **({"known": known} if known else {})}
 
     def load(self, state: dict[str, Any]) -> None:
         super().load(state)
@@ -178,6 +190,8 @@ class PlannedSource(BatchSource):
             order = self.order if recipe == self._recipe else recipe.order()
         self._recipe = recipe if isinstance(recipe, Recipe) else None
         self.order = range(len(self.loader.sampler)) if order is None else order
+        known = {} if self._pad else state.get("known", {})
+        self._known = {epoch: (drawn if made is None else made.order(), made) for epoch, (drawn, made) in known.items()}
         self._drop()
         for source, saved in zip(random_sources(self.loader), state.get("generators", ()), strict=False):
             source.set_state(saved)
@@ -305,17 +319,22 @@ class LiveSource(BatchSource):
         self._place: tuple[int, int] | None = None  # the rank and the number of ranks of the newest part
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
+        goes_on = self._live is not None and epoch == self._epoch  # an evaluation continues its pass
         super().begin(epoch, rank_info, shared)
-        self._live = None
-        self._given = 0
-        self._kept.clear()
+        if not goes_on:
+            self._live, self._given = None, 0
+            self._kept.clear()
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """Yield first what was drawn before a worker failed, but was not committed."""
+        """Yield first what was drawn before a worker failed, but was not committed. An evaluation that
+        begins elsewhere reads its pass again."""
+        again = [drawn for drawn in self._kept if drawn.offset > offset]
+        if not (self._together or self._given - len(again) == offset or hasattr(self.loader, "__next__")):
+            self._live, self._given, again = None, offset, []
+            self._kept.clear()
         if self._live is None:
             self._enter(offset + 1, rank_info)
             self._live = self._opened(rank_info)
-        again = [drawn for drawn in self._kept if drawn.offset > offset]
         while True:
             offset += 1
             if again:
@@ -346,7 +365,7 @@ class LiveSource(BatchSource):
         sources = self._generators()
         now = [source.get_state() for source in sources]
         if self._given:
-            for source, begun in zip(sources, self._randomness, strict=True):
+            for source, begun in zip(sources, self._randomness or now, strict=True):
                 source.set_state(begun)
         else:
             self._randomness = now
