@@ -76,7 +76,8 @@ class CallRunner:
         self._open = self._is_new_folder = False
         self.named: NamedRun | None = None
         self.place = Place()
-        self.places: dict[str, Any] = {}  # where the newest evaluation of each kind has ended, by rank
+        # The number of the newest evaluation of each kind, and where it has ended, by rank; () if only the ranks know.
+        self.evaluated: dict[str, tuple[int, Any]] = dict.fromkeys(("validate", "test"), (0, ()))
 
     @property
     def shows_results(self) -> bool:
@@ -172,7 +173,8 @@ class CallRunner:
         steps = job.call.arguments.get("num_steps")
         call = f"{kind}({'' if steps is None else f'num_steps={steps}'})"
         if (found := self.place.find_recorded(call)) is not None:
-            self.stop, self.places[kind] = found.stop, found.places
+            self.stop = found.stop
+            self._note_places(kind, found.places)
             return found.result, found.each
         self._store_caught(engine)
         began, self._kind, self._failed, before = time.monotonic(), kind, False, engine.progress.step
@@ -187,7 +189,8 @@ class CallRunner:
             for part in parts:
                 self.batch_mode = (part.values and part.values[0].batch_mode) or self.batch_mode
             self.stop = any(value.stop for part in parts for value in part.values)
-            self.places[kind] = [value.place for value in parts[-1].values if value.place is not None]
+            places = [value.place for value in parts[-1].values if value.place is not None]
+            self._note_places(kind, places)
             result = metrics.merge_call([part.values for part in parts])
             if NUM_SAMPLES not in result and any(
                 NUM_SAMPLES in value.metrics for part in parts for value in part.values
@@ -201,7 +204,7 @@ class CallRunner:
             self._callbacks.raise_stop()
             self._say_folder()
             each = _returned(kind, parts) or rows
-            self._commit(Made(call, result, each, self.stop, self.places[kind]), engine)
+            self._commit(Made(call, result, each, self.stop, places), engine)
         except BaseException as error:
             self.place.note_error(call, error)
             self._fail(error)
@@ -227,6 +230,10 @@ class CallRunner:
             raise
         self._commit(Made(call, storable(values)), engine)
         return values
+
+    def _note_places(self, kind: Kind, places: Any) -> None:
+        if kind in self.evaluated:
+            self.evaluated[kind] = self.evaluated[kind][0] + 1, places
 
     def _commit(self, made: Made, engine: Engine) -> None:
         self.place.note(made)

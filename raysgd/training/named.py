@@ -42,8 +42,7 @@ class NamedRun:
         self.rows: list[dict[str, Any]] = []
         self._stored = 0  # rows in the record
         self.attached = False
-        # Before the body that was running: validations and tests, and where the newest of each has ended.
-        self.counts: tuple[int, int, dict[str, Any]] = (0, 0, {})
+        self.evaluated: dict[str, Any] = {}  # before the body that was running
         self._warned = False
 
     def start(self, engine: Engine) -> None:
@@ -70,7 +69,7 @@ class NamedRun:
             self.tenure.begin_again()  # before there are workers that would not fit the record
             engine.start()
             return
-        self.counts, made = self.before["counts"], list(self.before["made"])
+        self.evaluated, made = self.before["evaluated"], list(self.before["made"])
         if engine.progress.loads > self.before["changes"]:  # it has ended before it could note a change
             made.append(Made("", None))
         loop, done = self.before["place"]
@@ -121,9 +120,9 @@ class NamedRun:
 
     # -- the loop -------------------------------------------------------------------------------------
 
-    def begin_body(self, counts: Any, engine: Engine, history: History, wants: list[bool]) -> None:
+    def begin_body(self, evaluated: dict[str, Any], engine: Engine, history: History, wants: list[bool]) -> None:
         """Note that the body of a loop begins."""
-        self.counts = counts
+        self.evaluated = evaluated
         if not (self.attached and self._place.is_resumed):  # otherwise the next script would begin with the last one
             self.commit(engine, history, wants)
 
@@ -135,7 +134,7 @@ class NamedRun:
         rows = {ROW.format(first + n): dumps(row) for n, row in enumerate(history[first:])}
         self._stored = len(history)
         place = (self._place.loop, self._place.done)
-        body = {"place": place, "counts": self.counts, "made": self._place.made, "wants": wants}
+        body = {"place": place, "evaluated": self.evaluated, "made": self._place.made, "wants": wants}
         engines = {"trained": engine.trained, "recoveries": engine.recoveries, "reached": engine.reached}
         state = {"settings": self._settings, "rows": self._stored, "changes": engine.changes, **engines, **body}
         self.tenure.commit({**rows, STATE: dumps(state)})

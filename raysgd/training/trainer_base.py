@@ -62,7 +62,6 @@ class TrainerBase(ABC):
         self._factory, self.config = described.factory, GivenConfig(described.config)
         self._saves, self._folder = Saves(engine, calls.note_saved), described.folder
         self._loads = self._make_loads(calls.drawn_anew)
-        self._validations = self._tests = 0
         self._predictions = 0  # that this script has made
         self._asked: TransferProtocol | None = None  # by workers, in the middle of a call
         self._loops = EpochLoops(
@@ -81,8 +80,7 @@ class TrainerBase(ABC):
             atexit.register(self._at_exit)
         if self.attached:
             assert calls.named is not None
-            self._validations, self._tests, places = calls.named.counts
-            calls.places.update(places)
+            calls.evaluated.update(calls.named.evaluated)
             self._loops.attach(calls.place.loop, calls.place.done)
         self._begin()
         if calls.named is not None and not self.attached:
@@ -101,8 +99,7 @@ class TrainerBase(ABC):
         calls = self._calls
         rows = calls.place.begin_body(loop, done)
         if calls.named is not None:
-            counts = self._validations, self._tests, dict(calls.places)
-            calls.named.begin_body(counts, self._engine, calls.history, calls.wants)
+            calls.named.begin_body(dict(calls.evaluated), self._engine, calls.history, calls.wants)
         return rows
 
     def _at_exit(self) -> None:
@@ -197,7 +194,7 @@ class TrainerBase(ABC):
             seconds = time.monotonic() - began
             validates = validate_every and epoch % validate_every == 0
             with self._engine.claim("validate()"):
-                validated = self._validate(validation_steps, info=info) if validates else {}
+                validated = self._evaluate("validate", validation_steps, info=info) if validates else {}
             if progress and not self._calls.shows_results:
                 print(epoch_line(epoch, epochs, seconds, trained, validated), flush=True)
         return self.history
@@ -296,21 +293,7 @@ class TrainerBase(ABC):
         results, or with what the operator's `validate` returned there if that is not a dict.
         `profile` and `info` have the same meaning as in `train`.
         """
-        return self._validate(num_steps, profile, reduce_results, info, continues=num_steps is not None)
-
-    def _validate(
-        self,
-        num_steps: int | None,
-        profile: bool = False,
-        reduce_results: bool = True,
-        info: Mapping[str, Any] | None = None,
-        **more: bool,
-    ) -> Any:
-        number = self._validations + 1
-        num_steps = self._validation_steps if num_steps is None else num_steps
-        found = self._evaluate("validate", number, num_steps, profile, reduce_results, info, **more)
-        self._validations = number  # one that an error has ended is made again under its number
-        return found
+        return self._evaluate("validate", num_steps, profile, reduce_results, info, continues=num_steps is not None)
 
     @exclusive
     def test(
@@ -327,24 +310,23 @@ class TrainerBase(ABC):
         the names of the metrics. `profile`, `reduce_results` and `info` are those of `validate`,
         and so is the result.
         """
-        found = self._evaluate("test", self._tests + 1, num_steps, profile, reduce_results, info)
-        self._tests += 1
-        return found
+        return self._evaluate("test", num_steps, profile, reduce_results, info)
 
     def _evaluate(
         self,
         kind: Literal["validate", "test"],
-        call: int,
         num_steps: int | None,
-        profile: bool,
-        reduce_results: bool,
-        info: Mapping[str, Any] | None,
+        profile: bool = False,
+        reduce_results: bool = True,
+        info: Mapping[str, Any] | None = None,
         **more: bool,
-    ) -> Metrics | list[Any]:
+    ) -> Any:
+        num_steps = self._validation_steps if num_steps is None and kind == "validate" else num_steps
         check_call(num_steps, 0, info)
         check_flags(profile=profile, reduce_results=reduce_results)
-        arguments = {"num_steps": num_steps, "profile": profile, "call": call, "reduced": reduce_results, **more}
-        arguments["places"] = self._calls.places.get(kind, ())
+        number, places = self._calls.evaluated[kind]  # one that an error ends is made again under its number
+        arguments = {"num_steps": num_steps, "profile": profile, "call": number + 1, "reduced": reduce_results, **more}
+        arguments["places"] = places
         arguments["info"] = self._packed(info and dict(info))
         self._saves.raise_failed()
         method = evaluation.validate if kind == "validate" else evaluation.test
@@ -396,7 +378,8 @@ class TrainerBase(ABC):
             return ()
 
         self._calls.change(name, self._engine, make)
-        self._calls.places.clear()  # those of the loaded state count
+        for kind, (number, _) in self._calls.evaluated.items():
+            self._calls.evaluated[kind] = number, ()  # the loaded state has its own places
 
     def _values(self, method: Callable[..., Any], **given: Any) -> list[Any]:
         """Call a function of replicas on every rank, and return its values in rank order."""
