@@ -34,6 +34,10 @@ class Precision(Policy):
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return _NOTHING
 
+    def output(self, value: Any, *_: Any) -> Any:
+        """A tensor of an evaluation as users get it: of mixed precision, in fp32."""
+        return value
+
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *, loss_id: int = 0) -> None:
         loss.backward()
 
@@ -77,6 +81,9 @@ class Autocast(Precision):
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         self._trained_with |= torch.is_grad_enabled()  # a validation does not count
         return torch.autocast(self._type, dtype=self.dtype)
+
+    def output(self, value: Any, *_: Any) -> Any:
+        return value.float() if getattr(value, "dtype", None) == self.dtype else value
 
     def check(self, step: Step, optimizer: Any) -> None:
         self._check_used(direct=False)

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from raysgd.core.outcomes import Interrupted
+from raysgd.core.tree import mapped
 from raysgd.errors import shown
 from raysgd.storage.locations import Place
 from raysgd.torch.checkpoint import shard_files, states
@@ -74,7 +75,7 @@ def predict(replica: TorchReplica, data: Any, batch_size: int, number: int) -> A
     the prediction. Training's random numbers stay as they are."""
     loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=batch_size)
     places, operator, control = replica.places("predict"), replica.operator, replica.control
-    on = operator.device
+    on, in_full = operator.device, replica.internals.parts.precision.output
     source = PlannedSource(loader, pad=False, division=replica.internals.settings.evaluation, places=places, device=on)
     outputs: list[tuple[int, Any]] = []
     with torch.random.fork_rng(devices=[]), torch.no_grad(), replica.internals.validating():
@@ -87,7 +88,8 @@ def predict(replica: TorchReplica, data: Any, batch_size: int, number: int) -> A
             batch = replica.carrier.arrived(replica.carrier.send(drawn.batch))
             if places is not None and drawn.first is not None:
                 places.enter(epoch=number, offset=drawn.first)
-            outputs.append((drawn.offset, states.copied(operator.predict_batch(batch, {"batch_idx": index}))))
+            output = operator.predict_batch(batch, {"batch_idx": index})
+            outputs.append((drawn.offset, states.copied(mapped(in_full, output))))
             if control.due():
                 control.report(replace(replica.progress, batches=index + 1))
     source.close()

@@ -12,6 +12,7 @@ from typing import Any
 
 from raysgd.constants import NUM_SAMPLES
 from raysgd.core.metrics import SECONDS, SKIPPED, Measured
+from raysgd.core.tree import mapped
 from raysgd.torch.foreign import content_version
 from raysgd.torch.internals import TorchInternals
 from raysgd.torch.operator import TrainingOperator
@@ -91,6 +92,10 @@ class TorchResults(Results):
         begun = {name: getattr(self._sources.get(each), "first", "") for name, each in sources}
         first = {name: batch for name, batch in begun.items() if batch}
         return replace(self._partial or Measured(), rows=rows, first=first)
+
+    def of_call(self, result: Any, profile: bool, phase: Phase, reduced: bool) -> Measured:
+        result = result if phase == "train" else mapped(self._internals.parts.precision.output, result)
+        return super().of_call(result, profile, phase, reduced)
 
     def _counts(self) -> dict[str, Any]:
         internals = self._internals

@@ -189,8 +189,7 @@ class CallRunner:
             for part in parts:
                 self.batch_mode = (part.values and part.values[0].batch_mode) or self.batch_mode
             self.stop = any(value.stop for part in parts for value in part.values)
-            places = [value.place for value in parts[-1].values if value.place is not None]
-            self._note_places(kind, places)
+            self._note_places(kind, [value.place for value in parts[-1].values])
             result = metrics.merge_call([part.values for part in parts])
             if NUM_SAMPLES not in result and any(
                 NUM_SAMPLES in value.metrics for part in parts for value in part.values
@@ -204,7 +203,7 @@ class CallRunner:
             self._callbacks.raise_stop()
             self._say_folder()
             each = _returned(kind, parts) or rows
-            self._commit(Made(call, result, each, self.stop, places), engine)
+            self._commit(Made(call, result, each, self.stop, self.evaluated.get(kind, (0, ()))[1]), engine)
         except BaseException as error:
             self.place.note_error(call, error)
             self._fail(error)

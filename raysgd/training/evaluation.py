@@ -68,8 +68,6 @@ class Evaluations:
         With one loader, a call that `continues` begins there."""
         kind, internals, passes = self.kind, replica.internals, self.passes
         phases = phases_of(kind, getattr(internals.parts, replica.data_names[kind]))
-        for phase in phases:
-            replica.registered_source(phase)
         here = internals.rank_info
         start = passes.parked if call == passes.call else None  # all repeat a call in which a rank has failed
         if places:

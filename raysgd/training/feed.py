@@ -326,8 +326,7 @@ class Feed:
                 continue
             # In an evaluation, only the other ranks may have parts of the last step: it counts on all.
             steps = 0 if self.training else self.source.steps_left(self.rank_info, position.offset) or 0
-            position.call_batches += steps
-            empty += not steps
+            position.call_batches, empty = position.call_batches + steps, empty + (not steps)
             if self._limit is None or position.call_batches >= self._limit or empty > 1:
                 return None
 

@@ -35,6 +35,11 @@ LENGTH_OF_PARTS = (
     "%s returned num_samples=%d, which is the length of the batch itself, such as (features, target), but it has %d samples. Return "
     "len(target), or leave num_samples out"
 )
+OTHER_SAMPLES = (
+    "%s returned num_samples=%d for a batch of %d samples. Means weigh it by the first number, gradients by the second. Return the "
+    "second. For a loss over tokens, pass self.backward(loss, count=tokens), and return (loss, tokens)"
+)
+TRAIN_MODE = "%s calls train() of a model. In the rest of this evaluation, dropout and BatchNorm act as in training. Leave that call out"
 COUNTS_STEPS = "the code of %s changes self.global_step, which raysgd counts. The change is ignored. Count in an attribute of your own"
 NO_SAMPLES = (
     "num_samples was 0 in all batches of rank 0, so its means count none of them. Return the number of samples of a batch, or leave "
@@ -116,6 +121,7 @@ class OperatorBase:
     _parts: Any
     _settings: ReplicaSettings
     _internals: Internals
+    _exact = False  # whether a gradient weighs by samples, or by the count that `backward` got
 
     def __init__(self, config: dict[str, Any] | None, internals: Internals) -> None:
         self._config: dict[str, Any] = {} if config is None else config
@@ -198,10 +204,12 @@ class OperatorBase:
         internals.begin_metrics()
         name = "test_batch" if internals.testing else "validate_batch"
         method = getattr(self, name)
-        batch_idx = 0
+        batch_idx, models = 0, [each for each in self._parts.models if not getattr(each, "training", True)]
         for batch in val_iterator:
             step = internals.feed.step
             metrics = method(batch, {"batch_idx": batch_idx, **(info or {})})
+            if any(each.training for each in models):
+                internals.warn_once(TRAIN_MODE, f"{type(self).__name__}.{name}")
             self._count(step, metrics, name, batch)
             batch_idx += step.current.whole
         return self._summary()
@@ -365,8 +373,10 @@ class OperatorBase:
         values, meter = dict(metrics), self._internals.meter
         samples = values.pop(NUM_SAMPLES) if NUM_SAMPLES in values else self._samples_in(batch)
         known = step.current.samples
-        if type(samples) is int and known and samples != known and _has_parts(batch, samples, known):
-            self._internals.warn_once(LENGTH_OF_PARTS, f"{type(self).__name__}.{of}", samples, known)
+        if type(samples) is int and known and samples != known:
+            text = LENGTH_OF_PARTS if _has_parts(batch, samples, known) else OTHER_SAMPLES
+            if text is LENGTH_OF_PARTS or (of == "train_batch" and step.count is None and self._exact):
+                self._internals.warn_once(text, f"{type(self).__name__}.{of}", samples, known)
         weight = samples if step.current.fresh else 0
         try:
             if step.closing and not step.metrics:
@@ -436,9 +446,8 @@ class OperatorBase:
 
 def _has_parts(batch: Any, parts: int, samples: int) -> bool:
     """Whether a batch, such as (features, target), has so many parts of so many samples."""
-    return (
-        isinstance(batch, (tuple, list)) and len(batch) == parts and any(_length_of(each) == samples for each in batch)
-    )
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+    return len(values) == parts and any(_length_of(each) == samples for each in values)
 
 
 def _length_of(value: Any) -> int | None:

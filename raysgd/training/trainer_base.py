@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from raysgd.callbacks.base import Kind
 from raysgd.callbacks.history import History
 from raysgd.callbacks.printing import epoch_line
 from raysgd.config import at_least, check_flags
@@ -293,7 +294,8 @@ class TrainerBase(ABC):
         results, or with what the operator's `validate` returned there if that is not a dict.
         `profile` and `info` have the same meaning as in `train`.
         """
-        return self._evaluate("validate", num_steps, profile, reduce_results, info, continues=num_steps is not None)
+        given = {"profile": profile, "reduced": reduce_results, "info": info}
+        return self._evaluate("validate", num_steps, **given, continues=num_steps is not None)
 
     @exclusive
     def test(
@@ -310,28 +312,20 @@ class TrainerBase(ABC):
         the names of the metrics. `profile`, `reduce_results` and `info` are those of `validate`,
         and so is the result.
         """
-        return self._evaluate("test", num_steps, profile, reduce_results, info)
+        return self._evaluate("test", num_steps, profile=profile, reduced=reduce_results, info=info)
 
-    def _evaluate(
-        self,
-        kind: Literal["validate", "test"],
-        num_steps: int | None,
-        profile: bool = False,
-        reduce_results: bool = True,
-        info: Mapping[str, Any] | None = None,
-        **more: bool,
-    ) -> Any:
+    def _evaluate(self, kind: Kind, num_steps: int | None, **given: Any) -> Any:
+        """Call `Evaluations.run` on all ranks."""
         num_steps = self._validation_steps if num_steps is None and kind == "validate" else num_steps
-        check_call(num_steps, 0, info)
-        check_flags(profile=profile, reduce_results=reduce_results)
-        number, places = self._calls.evaluated[kind]  # one that an error ends is made again under its number
-        arguments = {"num_steps": num_steps, "profile": profile, "call": number + 1, "reduced": reduce_results, **more}
-        arguments["places"] = places
-        arguments["info"] = self._packed(info and dict(info))
+        given = {"num_steps": num_steps, "profile": False, "reduced": True, "info": None, **given}
+        check_call(num_steps, 0, given["info"])
+        check_flags(profile=given["profile"], reduce_results=given["reduced"])
+        number, given["places"] = self._calls.evaluated[kind]  # one that an error ends is made again under its number
+        given |= {"call": number + 1, "info": self._packed(given["info"] and dict(given["info"]))}
         self._saves.raise_failed()
         method = evaluation.validate if kind == "validate" else evaluation.test
-        result, each = self._calls.measure(self._engine, kind, Job(Call(method, arguments)))
-        return result if reduce_results else each
+        result, each = self._calls.measure(self._engine, kind, Job(Call(method, given)))
+        return result if given["reduced"] else each
 
     def _packed(self, value: Any) -> Any:
         """A user's object in the form in which it is sent to the workers."""

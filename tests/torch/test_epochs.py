@@ -42,16 +42,50 @@ def test_num_steps(calls: list[Call]) -> None:
     assert numbers == [position % 12 for position in range(len(numbers))]
 
 
-def test_each_validation_begins_with_the_first_batch() -> None:
+def test_each_complete_validation_begins_with_the_first_batch() -> None:
     with inline(Recording) as trainer:
         for _ in range(2):
             assert trainer.validate(num_steps=2)["val_sum"] == (0 + 1 + 2 + 3 + 4 + 5 + 6 + 7) / 2
             trainer.train(num_steps=1)
-        result = trainer.validate()
-        assert (result["batch_count"], result["num_samples"]) == (3, 12)
-        assert "epoch" not in result
+            result = trainer.validate()
+            assert (result["batch_count"], result["num_samples"], result["val_sum"]) == (3, 12, 66 / 3)
+            assert "epoch" not in result
         assert seen(trainer) == [0, 1, 2, 3, 4, 5, 6, 7]
         assert trainer.train()["batch_count"] == 1
+
+
+@pytest.mark.parametrize("calls", [1, 4])
+def test_validations_of_some_batches_continue(calls: int) -> None:
+    class Generated:
+        def __iter__(self) -> Iterator[Any]:
+            return (torch.tensor([number]) for number in range(3))
+
+    def used() -> Iterator[Any]:
+        return (torch.tensor([number % 3]) for number in range(12))
+
+    for made in (lambda: DataLoader(Numbers(3)), Generated, lambda: [*Generated()], used):
+        with inline(Recording, config={"validation": made}) as trainer:
+            found = [trainer.validate(num_steps=4 // calls)["val_sum"] for _ in range(calls)]
+            assert found == ([0, 1, 2, 0] if calls == 4 else [3 / 4])
+            assert trainer.validate(num_steps=0)["batch_count"] == 0
+            assert trainer.validate(num_steps=2)["val_sum"] == (1 + 2) / 2
+
+
+class Mean(Line):
+    """A validation of its own, as in RaySGD's tests."""
+
+    def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {"validation_loader": DataLoader([0, 0, 1, 1])}  # type: ignore[arg-type]
+
+    def validate(self, val_iterator: Iterable[Any], info: Any = None) -> dict[str, Any]:
+        numbers = [int(each) for each in val_iterator]
+        return {"average": sum(numbers) / len(numbers)}
+
+
+def test_a_validation_of_ones_own_continues() -> None:
+    with inline(Mean) as trainer:
+        assert trainer.validate()["average"] == 0.5
+        assert [trainer.validate(num_steps=2)["average"] for _ in range(4)] == [0, 1, 0, 1]
 
 
 def test_any_iterable_is_a_loader() -> None:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from raysgd.torch.settings import TorchSettings
 from tests.replicas import OperatorRank, torch_rank
 from tests.tiers import NIGHTLY
-from tests.torch.small import Line, Numbers, inline
+from tests.torch.small import Line, Numbers
 
 WORKERS, ROWS, SIZES, STEPS = range(1, 6), range(1, 41), range(1, 6), range(1, 10)
 SOME = {"rows": [1, 2, 3, 7, 11, 24, 40], "sizes": [1, 2, 5], "steps": [1, 3, 9]}
@@ -81,6 +81,7 @@ class ByHand:
         return found
 
 
+@pytest.mark.timeout(3000 if NIGHTLY else 300)
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_any_number_of_steps_has_the_rows_of_a_loop_by_hand(workers: int, shuffled: bool) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from raysgd import ConfigError
+from raysgd import ConfigError, TrainingOptions
 from tests.local.group import Cluster
 from tests.torch.small import Line, Numbers, inline, rows, weights
 
@@ -46,6 +46,29 @@ def test_a_dataset_and_a_loader_with_and_without_targets() -> None:
         assert torch.equal(torch.get_rng_state(), before), "training draws the same random numbers afterwards"
         assert len(trainer.history) == 1
         assert trainer.train()["batch_count"] == 1, "the place in the epoch is kept"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_evaluations_return_fp32(precision: str) -> None:
+    class Own(Line):
+        def validate(self, val_iterator: Any, info: Any = None) -> Any:
+            with torch.no_grad(), self.autocast():
+                return [self.model(x) for x, _ in val_iterator]
+
+    x, y = rows(5)
+    kept = torch.zeros(5, dtype=torch.float64)
+    with inline(Own, options=TrainingOptions(precision=precision)) as trainer:
+        (seen,) = trainer.validate(reduce_results=False)
+        for output in (trainer.predict(TensorDataset(x, y)), *seen):
+            assert output.dtype == torch.float32 and output.numpy() is not None
+
+    class Others(Line):
+        def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+            return {"kept": kept, "half": x.to(torch.bfloat16)}
+
+    with inline(Others) as trainer:
+        outputs = trainer.predict(TensorDataset(x, y))
+        assert (outputs["kept"].dtype, outputs["half"].dtype) == (torch.float64, torch.bfloat16), "the user's own"
 
 
 def test_outputs_in_containers_are_joined_and_others_are_refused() -> None:

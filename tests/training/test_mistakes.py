@@ -20,6 +20,7 @@ from raysgd.errors import ConfigError
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.replica import TorchReplica
 from raysgd.train import Trainer
+from tests.local.group import Cluster
 from tests.replicas import send_to_workers
 from tests.torch.small import Line, inline, operator_of, rows
 
@@ -532,6 +533,68 @@ def test_metrics_that_cannot_be_averaged_are_named_once(
             getattr(trainer, call)()
             getattr(trainer, call)()
         assert len([each for each in caplog.messages if message in each]) == 1, caplog.messages
+
+
+def test_a_number_of_samples_that_is_not_that_of_the_batch_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Gradients weigh by samples, or by what `backward` got as a count."""
+
+    def trained(count: int | None) -> type[Line]:
+        def train_batch(self: Any, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            loss = self.criterion(self.model(batch[0]), batch[1])
+            self.zero_grad()
+            self.backward(loss, count=count)
+            self.step()
+            return {"train_loss": loss.detach(), "num_samples": 7}
+
+        return own(train_batch=train_batch)
+
+    named = (
+        "Own.train_batch returned num_samples=7 for a batch of 4 samples. Means weigh it by the first number, gradients"
+    )
+    for count, workers, said in ((None, 2, 1), (7, 2, 0), (None, 1, 0)):
+        caplog.clear()
+        with Cluster(), inline(trained(count), num_workers=workers, use_ray=True) as trainer:
+            trainer.train()
+            trainer.train()
+        assert len([each for each in caplog.messages if named in each]) == said, caplog.messages
+
+
+def test_the_length_of_a_dictionary_is_no_number_of_samples(caplog: pytest.LogCaptureFixture) -> None:
+    class Named(Line):
+        def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+            data: Any = [{"x": n, "y": n, "z": n} for n in range(8)]
+            return {"validation_loader": DataLoader(data, 4)}
+
+        def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            return {"m": 1.0, "num_samples": len(batch)}
+
+    with inline(Named) as trainer:
+        trainer.validate()
+    assert "num_samples=3, which is the length of the batch itself" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("part", ["model", "dropout", "restored"])
+def test_a_validation_in_train_mode_is_named_at_its_first_batch(part: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Layers in train mode, as for Monte Carlo dropout, and a mode that ends with the method, are no mistakes."""
+    said: list[int] = []
+
+    class Switching(Line):
+        def make_model(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(2, 1), nn.Dropout(0.5))
+
+        def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            said.append(len(caplog.messages))
+            (self.model[1] if part == "dropout" else self.model).train()
+            result = super().validate_batch(batch, batch_info)
+            if part == "restored":
+                self.model.eval()
+            return result
+
+    with inline(Switching) as trainer:
+        trainer.validate()
+        trainer.validate()
+    found = [each for each in caplog.messages if "Switching.validate_batch calls train() of a model" in each]
+    assert (len(found), said[:3]) == ((1, [0, 1, 1]) if part == "model" else (0, [0, 0, 0]))
 
 
 def test_numbers_in_texts_are_named_once(caplog: pytest.LogCaptureFixture) -> None:

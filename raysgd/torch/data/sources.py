@@ -96,8 +96,8 @@ class BatchSource:
 class PlannedSource(BatchSource):
     """A map-style loader. Every sample is used once per epoch, over any number of resizes.
 
-    Owns the epoch's order, and in an evaluation those since the call's beginning, because it can
-    begin again. The caller owns the offset, because only committed batches count.
+    Owns the epoch's order, in evaluations all since the call began, because it can begin again. The
+    caller owns the offset, because only committed batches count.
     `division` returns how a step is divided now, for a number of ranks. Where code of the user
     reads a part, the generators are seeded for its place among `places`. `device` is where the
     batches are used.
@@ -138,9 +138,8 @@ class PlannedSource(BatchSource):
         if shared and rank_info.world_size > 1 and not isinstance(order, range):
             self.order, self._recipe = order, recipe = agree(order, recipe, first=rank_info.world_rank == 0)
         if not self._pad:
-            first = self._position.call_epoch - 1
-            self._known = {each: found for each, found in self._known.items() if each >= first}
-            self._known[epoch] = order, recipe
+            known, first = {**self._known, epoch: (order, recipe)}, self._position.call_epoch - 1
+            self._known = {each: found for each, found in known.items() if each >= first}
 
     def _draw(self, epoch: int, rank_info: RankInfo, shared: bool) -> tuple[Order, Recipe | None]:
         generators = [torch.default_generator, *random_sources(self.loader)]
