@@ -42,7 +42,7 @@ def test_num_steps(calls: list[Call]) -> None:
     assert numbers == [position % 12 for position in range(len(numbers))]
 
 
-def test_each_complete_validation_begins_with_the_first_batch() -> None:
+def test_each_validation_begins_with_the_first_batch() -> None:
     with inline(Recording) as trainer:
         for _ in range(2):
             assert trainer.validate(num_steps=2)["val_sum"] == (0 + 1 + 2 + 3 + 4 + 5 + 6 + 7) / 2
