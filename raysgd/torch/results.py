@@ -94,8 +94,10 @@ class TorchResults(Results):
         return replace(self._partial or Measured(), rows=rows, first=first)
 
     def of_call(self, result: Any, profile: bool, phase: Phase, reduced: bool) -> Measured:
-        result = result if phase == "train" else mapped(self._internals.parts.precision.output, result)
-        return super().of_call(result, profile, phase, reduced)
+        found, in_full = super().of_call(result, profile, phase, reduced), self._internals.parts.precision.output
+        if phase == "train":
+            return found
+        return replace(found, metrics=mapped(in_full, found.metrics), returned=mapped(in_full, found.returned))
 
     def _counts(self) -> dict[str, Any]:
         internals = self._internals

@@ -76,8 +76,8 @@ class CallRunner:
         self._open = self._is_new_folder = False
         self.named: NamedRun | None = None
         self.place = Place()
-        # The number of the newest evaluation of each kind, and where it has ended, by rank; () if only the ranks know.
-        self.evaluated: dict[str, tuple[int, Any]] = dict.fromkeys(("validate", "test"), (0, ()))
+        # The number of the newest evaluation of each kind, and where it has ended, by rank; None if only the ranks know.
+        self.evaluated: dict[str, tuple[int, Any]] = dict.fromkeys(("validate", "test"), (0, None))
 
     @property
     def shows_results(self) -> bool:
@@ -203,7 +203,7 @@ class CallRunner:
             self._callbacks.raise_stop()
             self._say_folder()
             each = _returned(kind, parts) or rows
-            self._commit(Made(call, result, each, self.stop, self.evaluated.get(kind, (0, ()))[1]), engine)
+            self._commit(Made(call, result, each, self.stop, self.evaluated.get(kind, (0, None))[1]), engine)
         except BaseException as error:
             self.place.note_error(call, error)
             self._fail(error)

@@ -61,7 +61,7 @@ class Evaluations:
         call: int,
         reduced: bool = True,
         continues: bool = False,
-        places: Sequence[Any] = (),
+        places: Sequence[Any] | None = None,
     ) -> Any:
         """Make one pass, over at most `num_steps` batches of each loader. No rank waits for another
         one. `places` are where the call before has ended on each rank, if the driver knows that.

@@ -32,7 +32,7 @@ class Made(NamedTuple):
     result: Any
     each: Any = None
     stop: bool = False
-    places: Any = ()
+    places: Any = None
 
 
 class Place:

@@ -373,7 +373,7 @@ class TrainerBase(ABC):
 
         self._calls.change(name, self._engine, make)
         for kind, (number, _) in self._calls.evaluated.items():
-            self._calls.evaluated[kind] = number, ()  # the loaded state has its own places
+            self._calls.evaluated[kind] = number, None  # the loaded state has its own places
 
     def _values(self, method: Callable[..., Any], **given: Any) -> list[Any]:
         """Call a function of replicas on every rank, and return its values in rank order."""

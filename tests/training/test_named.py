@@ -97,8 +97,8 @@ def test_only_the_same_calls_in_the_same_order_get_the_results_of_the_last_scrip
     again = run(first.tenure.record)
     assert begin(again, 1, 0) == 3
     assert [again._place.find_recorded(call) for call in ("train(num_steps=10)", "validate()")] == [
-        ("train(num_steps=10)", {"of": "train(num_steps=10)"}, [], False),
-        ("validate()", {"of": "validate()"}, [], False),
+        Made("train(num_steps=10)", {"of": "train(num_steps=10)"}, []),
+        Made("validate()", {"of": "validate()"}, []),
     ]
     assert again._place.find_recorded("train()") is None and again._place.find_recorded("train(num_steps=10)") is None
     assert "this script calls train() where the last one called train(num_steps=10): the call is made" in caplog.text
