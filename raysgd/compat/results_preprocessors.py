@@ -80,8 +80,8 @@ class AverageResultsPreprocessor(ResultsPreprocessor):
         return [1.0] * len(results)
 
     def numbers(self, key: Any, results: Rows, otherwise: str) -> list[float]:
-        """Find each row's number with this key, or NaN. If no row has one, return nothing, and log what
-        is done `otherwise`, once."""
+        """Find each row's number with this key, or NaN. If no row has one, return nothing, and log
+        what is done `otherwise`, once."""
         if any(isinstance(row.get(key), VALID) for row in results):
             return [float(row[key]) if isinstance(row.get(key), VALID) else nan for row in results]
         if key not in self._logged:

@@ -93,8 +93,8 @@ def load(data: Any, *, trusted: bool = False) -> Any:
 
 
 def plain_values(data: Any, number: str | None = None) -> dict[str, Any]:
-    """The plain values of a stored dictionary, and `...` for all others. Of arrays and tensors, only
-    the one under the name `number` is read, if it has one element."""
+    """The plain values of a stored dictionary, and `...` for all others. Of arrays and tensors,
+    only the one under the name `number` is read, if it has one element."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         found: dict[str, Any] = {}
         for key, value in json.loads(archive.read(HEAD))["items"]:

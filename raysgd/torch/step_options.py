@@ -334,7 +334,8 @@ class WatchAttributes(Policy):
         return bool(names)
 
     def _state(self) -> dict[str, Any]:
-        """The user's attributes that are not registered, their contents, and optimizers' settings."""
+        """The user's attributes that are not registered, their contents, and optimizers'
+        settings."""
         parts = self._parts
         registered = [*parts.models, *parts.wrapped, *parts.optimizers, *parts.schedulers, parts.criterion]
         known = {id(each) for each in registered}

@@ -49,8 +49,8 @@ class Weigh(Policy):
     backward pass, after the hooks of user code, which need not be linear. What
     `torch.autograd.grad` returns has no weight. So do counts in bf16 and fp16: a weight depends on
     which rank computes what, and in the loss, it would decide what a backward pass in these types
-    rounds, and which step overflows. In fp32, they weigh in the loss, which takes less time, because
-    with counts every step has other weights.
+    rounds, and which step overflows. In fp32, they weigh in the loss, which takes less time,
+    because with counts every step has other weights.
 
     `ranks` returns how many workers there are. `exact` is whether they exchange means over samples,
     and `refused` is what the user has passed against that. With `travel`, counts travel in every

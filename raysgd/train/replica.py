@@ -126,8 +126,8 @@ class FunctionReplicaFactory:
 
 
 class FunctionReplica:
-    """Owns the user's object and the last commit. At each commit and checkpoint, which are the steps
-    of its progress, the function can continue with other workers."""
+    """Owns the user's object and the last commit. At each commit and checkpoint, which are the
+    steps of its progress, the function can continue with other workers."""
 
     def __init__(self, rank_info: RankInfo, control: Control, factory: FunctionReplicaFactory) -> None:
         self._rank_info, self._control, self._codec = rank_info, control, factory.codec

@@ -290,8 +290,8 @@ class Session:
 
     @cached_property
     def passes(self) -> dict[str, int]:
-        """The number of the pass that each prepared loader is in, or of its next one. At first, they
-        are those of the commit or the checkpoint from which this attempt continues."""
+        """The number of the pass that each prepared loader is in, or of its next one. At first,
+        they are those of the commit or the checkpoint from which this attempt continues."""
         if self.commit is not None and self.commit.kept.content is not None:
             return {**self.commit.kept.passes}
         found: Any = None

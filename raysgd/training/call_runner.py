@@ -190,11 +190,7 @@ class CallRunner:
                 self.batch_mode = (part.values and part.values[0].batch_mode) or self.batch_mode
             self.stop = any(value.stop for part in parts for value in part.values)
             self._note_places(kind, [value.place for value in parts[-1].values])
-            result = metrics.merge_call([part.values for part in parts])
-            if NUM_SAMPLES not in result and any(
-                NUM_SAMPLES in value.metrics for part in parts for value in part.values
-            ):
-                logger.warning(LACKS_SAMPLES)
+            result = _merged([part.values for part in parts])
             if kind == "train" and not result.get(BATCH_COUNT):  # a user's own loop does not count them
                 result[BATCH_COUNT] = engine.progress.step - before
             rows = [_plain(value) for value in _by_worker(parts)]
@@ -308,6 +304,14 @@ class CallRunner:
 
 def _plain(result: Mapping[str, Any]) -> dict[str, Any]:
     return {name: metrics.plain(each) for name, each in result.items()}
+
+
+def _merged(parts: list[Any]) -> dict[str, Any]:
+    """Merge the results of all workers, and say so if a part of `num_samples` is lacking."""
+    result = metrics.merge_call(parts)
+    if NUM_SAMPLES not in result and any(NUM_SAMPLES in value.metrics for part in parts for value in part):
+        logger.warning(LACKS_SAMPLES)
+    return result
 
 
 def _by_worker(parts: Sequence[PartialResults]) -> list[dict[str, Any]]:

@@ -74,8 +74,9 @@ class Position:
     offset, ended  the position in the current epoch, and whether the epoch has ended
     epoch_batches  batches of the current epoch
     overdue        whether an error has ended a call with `call_ended`, and no later one has stepped
-    parked         the epoch's position while a call trains on a data set of its own; in evaluations,
-                   the epoch, the offset, and whether it had ended, where the newest call began
+    parked         the epoch's position while a call trains on a data set of its own; in
+                   evaluations, the epoch, the offset, and whether it had ended, where the newest
+                   call began
     left_out       batches in a row up to now whose step was left out (`LeaveOut`)
     contract       what prevents that the batch is divided into parts, and an advice (`Violation`,
                    as a tuple), or empty texts; None before the first step

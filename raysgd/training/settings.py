@@ -24,7 +24,8 @@ class ReplicaSettings:
     seed         the trainer's `seed`
     elastic      the trainer's: `batch` and `lr` are for replicas
     measures     what the workers measure for callbacks: `MEASURES` of raysgd.callbacks.monitors
-    wanted       metrics that are looked for after the first batch, and which argument of the trainer names each
+    wanted       metrics that are looked for after the first batch, and which argument of the
+                 trainer names each
     """
 
     use_gpu: bool = False

@@ -89,7 +89,8 @@ class Step:
                has caught it
     samples    how many samples the current batch counts among those that share the step, if there
                are several batches
-    share      their part in the step, relative to a batch alone, if the window has all of its batches
+    share      their part in the step, relative to a batch alone, if the window has all of its
+               batches
     count      what the newest `self.backward` got as `count`; None for samples
     metrics    what the batches measured before the last one: values, weight, and whether no part of
                the same batch follows

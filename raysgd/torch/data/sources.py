@@ -97,10 +97,9 @@ class PlannedSource(BatchSource):
     """A map-style loader. Every sample is used once per epoch, over any number of resizes.
 
     Owns the epoch's order, in evaluations all since the call began, because it can begin again. The
-    caller owns the offset, because only committed batches count.
-    `division` returns how a step is divided now, for a number of ranks. Where code of the user
-    reads a part, the generators are seeded for its place among `places`. `device` is where the
-    batches are used.
+    caller owns the offset, because only committed batches count. `division` returns how a step is
+    divided now, for a number of ranks. Where code of the user reads a part, the generators are
+    seeded for its place among `places`. `device` is where the batches are used.
     """
 
     def __init__(
@@ -325,8 +324,8 @@ class LiveSource(BatchSource):
             self._kept.clear()
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """Yield first what was drawn before a worker failed, but was not committed. An evaluation that
-        begins elsewhere reads its pass again."""
+        """Yield first what was drawn before a worker failed, but was not committed. An evaluation
+        that begins elsewhere reads its pass again."""
         again = [drawn for drawn in self._kept if drawn.offset > offset]
         if not (self._together or self._given - len(again) == offset or hasattr(self.loader, "__next__")):
             self._live, self._given, again = None, offset, []

@@ -116,8 +116,8 @@ class Continuation:
 
     def put_back(self) -> None:
         """Put the objects into the state of the commit, if the fit resumes from one: Lightning's
-        own resume leaves out what hooks have set. This is done at the first batch, because hooks
-        of the fit's start act on new objects in each attempt."""
+        own resume leaves out what hooks have set. This is done at the first batch, because hooks of
+        the fit's start act on new objects in each attempt."""
         if self._found:
             self._rest.put_back(self._found["rest"])
             self._rest.share_measured(self._found["measured"], first=self.rank_info.world_rank == 0)

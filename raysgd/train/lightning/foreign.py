@@ -85,7 +85,8 @@ class FitState:
                 yield name, each.detach()
 
     def _modules(self) -> Iterator[tuple[str, Any]]:
-        """The module, and the averages of it that a callback of Lightning has made before the fit."""
+        """The module, and the averages of it that a callback of Lightning has made before the
+        fit."""
         yield "", self._trainer.lightning_module
         for number, each in enumerate(self._trainer.callbacks):
             if isinstance(each, self._complete):
@@ -135,7 +136,8 @@ class FitState:
     # -- what the ranks have measured -----------------------------------------------------------
 
     def _measured(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-        """What each rank adds up within an epoch: objects with a name, and how ranks are reduced."""
+        """What each rank adds up within an epoch: objects with a name, and how ranks are
+        reduced."""
         for name, each in self._trainer.fit_loop.epoch_loop._results.items():
             if each.is_tensor and each.meta.on_epoch and not each.has_reset:
                 kind = "max" if each.meta.is_max_reduction else "min" if each.meta.is_min_reduction else "sum"
@@ -162,7 +164,8 @@ class FitState:
         self._trainer.fit_loop.epoch_loop._results.batch_size = 0
 
     def share_measured(self, of_ranks: list[dict[tuple[str, str], Any]], *, first: bool) -> None:
-        """Give what all ranks have measured to the `first` one, or to each where they are not added up."""
+        """Give what all ranks have measured to the `first` one, or to each where they are not added
+        up."""
         for name, each, kinds in self._measured():
             for state, kind in kinds.items():
                 values = [of_rank[name, state] for of_rank in of_ranks if (name, state) in of_rank]

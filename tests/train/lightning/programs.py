@@ -303,6 +303,8 @@ HOOKS = [
 ]
 
 
+# Schedulers that fail if the optimizer gets a group later.
+NEED_ALL_GROUPS = ("OneCycleLR of steps", "SequentialLR", "CosineAnnealingWarmRestarts", "LambdaLR of steps")
 # Lightning refuses these together, or fails with them in an undisturbed run.
 CONTRADICTIONS = [
     ("GradientAccumulationScheduler", ["accumulation"]),
@@ -342,12 +344,8 @@ def drawn(seed: int) -> dict[str, Any]:
         "counting": choice.choice(["first", "last"]),
         "log_every": choice.randint(1, 3),
     }
-    if "Finetuning'" in str(program) and program["scheduler"] in (
-        "OneCycleLR of steps",
-        "SequentialLR",
-        "CosineAnnealingWarmRestarts",
-        "LambdaLR of steps",
-    ):
+    grows = "Finetuning'" in str(program["callbacks"]) or "group" in program["hooks"]
+    if grows and program["scheduler"] in NEED_ALL_GROUPS:
         program["scheduler"] = "StepLR"
     if "clipping" in program["hooks"]:
         program["trainer"] = [each for each in program["trainer"] if each != "clipping"]
