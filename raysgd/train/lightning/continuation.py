@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +23,6 @@ from raysgd.train.lightning.package import imported
 from raysgd.train.session_functions import Session
 
 COMMIT = "raysgd's last commit"  # Lightning shows it as the path of a checkpoint
-NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 REFUSED = {  # callbacks, each with the reason and what to do instead
     "StochasticWeightAveraging": (
         "which Lightning resumes only between epochs",
@@ -111,7 +109,7 @@ class Continuation:
     def begin(self) -> bool:
         """Begin in the epoch of the commit, if the fit resumes from one."""
         if self._found:
-            self._rest.begin_in_epoch(self._found["rest"]["epoch"])
+            self._rest.begin_in_epoch(self._found["rest"])
         return bool(self._found)
 
     def put_back(self) -> None:
@@ -164,7 +162,6 @@ class Continuation:
                 "this train loader",
                 "use a torch DataLoader of a map-style dataset with batch_size, without a sampler of your own",
             )
-        warnings.filterwarnings("ignore", NOT_RESUMABLE)  # `DividedLoader` begins at the loop's batch
         self._loader = DividedLoader(loader, self, workers=self._state["workers"])
         self._session.at_end.callback(self._loader.close)
         return self._loader

@@ -6,17 +6,21 @@ Checked with Lightning 2.6.6; 2.5.0 has the same names, where it has these featu
 from __future__ import annotations
 
 import csv
+import dis
+import functools
 import io
 import logging
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
+from raysgd.errors import ConfigError
 from raysgd.train.lightning.package import imported
 from raysgd.workers.serialization import pickler_class
 
@@ -36,6 +40,7 @@ STATE = {
 # Of these, Lightning's checkpoint has all: clocks, which differ between machines, and weights. Others only show something.
 ALREADY_KEPT = "Timer ThroughputMonitor WeightAveraging ProgressBar ModelSummary DeviceStatsMonitor"
 NOT_KEPT = {"_last_time_checked", "file_exists"}  # a clock, and what `replace_files` sets
+OF_METRICS = {"update", "compute", "_update_signature"}  # functions that wrap those of the class
 NOT_COPIED = (
     "raysgd cannot copy %s. After a worker failure, it is as the training function makes it. If training changes it, give its class "
     "__getstate__ and __setstate__"
@@ -60,6 +65,8 @@ class FitState:
         classes = [getattr(imported(".callbacks"), name, None) for name in ALREADY_KEPT.split()]
         self._complete = tuple(each for each in classes if each is not None)
         self._not_copied: set[tuple[str, str]] = set()
+        self._shapes: dict[str, Any] = {}
+        self._of_optimizers = {*vars(torch.optim.SGD([torch.zeros(1)]))} - {"param_groups", "state"} | {"step"}
 
     def keep(self, in_checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Pickle all attributes. Tensors are beside them, and not copied: those that a checkpoint
@@ -68,8 +75,9 @@ class FitState:
         for name, value in in_checkpoint.items():
             if name in weights and value.data_ptr() == weights[name].data_ptr():
                 in_checkpoint[name] = weights[name]
-        named = {id(each): name for name, each in self._named() if each is not None}
-        content = {name: dict(held) for name, held in self._attributes()}
+        objects = [*self._named()]
+        named = {id(each): name for name, each in objects if each is not None}
+        content = dict(self._attributes(objects))
         try:
             pickled = _dumps(content, named)
         except Exception:
@@ -77,7 +85,18 @@ class FitState:
             pickled = _dumps(content, named)
         fit = self._trainer.fit_loop
         counted = {"epoch": fit.epoch_progress.state_dict(), "step": fit.epoch_loop._batches_that_stepped}
-        return {"weights": weights, "pickled": pickled, **counted}
+        self._check_shapes(weights)
+        return {"weights": weights, "pickled": pickled, "max_epochs": fit.max_epochs, **counted}
+
+    def _check_shapes(self, weights: dict[str, torch.Tensor]) -> None:
+        """Raise ConfigError for what a module that the function makes could not load."""
+        shapes = {name: each.shape for name, each in weights.items()}
+        self._shapes = self._shapes or shapes
+        if other := sorted({name for name, _ in shapes.items() ^ self._shapes.items()}):
+            raise ConfigError(
+                f"{other[0]} of the module is new or has another shape than at the first batch, so a module that the training function "
+                "makes again could not load it. Create it with that shape, or pass elastic=False to prepare_trainer"
+            )
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for prefix, module in self._modules():
@@ -109,12 +128,12 @@ class FitState:
                     del held[attribute]
                     self._not_copied.add((name, attribute))
 
-    def begin_in_epoch(self, epoch: Any) -> None:
-        """Let the fit begin within the epoch of this progress, so that no hook of its start is
-        called again. The batch at which it begins is the loader's, which comes with its state."""
+    def begin_in_epoch(self, kept: dict[str, Any]) -> None:
+        """Let the fit begin within the epoch of the commit, so that no hook of its start is called
+        again. The batch at which it begins is the loader's, which comes with its state."""
         fit = self._trainer.fit_loop
-        fit.epoch_progress.load_state_dict(epoch)
-        fit._restarting = True
+        fit.epoch_progress.load_state_dict(kept["epoch"])
+        fit.max_epochs, fit._restarting = kept["max_epochs"], True
 
     def put_back(self, kept: dict[str, Any]) -> None:
         """Put weights and attributes into the objects."""
@@ -187,7 +206,10 @@ class FitState:
         yield from {"steps": epoch.automatic_optimization, "validation": epoch.val_loop}.items()
         yield from {"fetcher": fit._data_fetcher, "strategy": trainer.strategy, "data": trainer.datamodule}.items()
         yield "precision", trainer.precision_plugin
-        yield "dataset", trainer.train_dataloader.dataset
+        data, depth = trainer.train_dataloader.dataset, 0
+        while data is not None:  # a Subset has another one
+            yield f"dataset {depth}", data
+            data, depth = getattr(data, "dataset", None), depth + 1
         yield from ((f"callback {number}", each) for number, each in enumerate(trainer.callbacks))
         yield from ((f"logger {number}", each) for number, each in enumerate(trainer.loggers))
         yield from ((f"optimizer {number}", each) for number, each in enumerate(trainer.optimizers))
@@ -197,20 +219,23 @@ class FitState:
         yield from ((f"parameter {name}", each) for name, each in module.named_parameters())
         yield from ((f"buffer {name}", each) for name, each in module.named_buffers())
 
-    def _attributes(self) -> Iterator[tuple[str, Any]]:
+    def _attributes(self, objects: list[tuple[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
         requires_grad = {}
-        for name, live in self._named():
+        left: Set[str]
+        for name, live in objects:
             kind = name.split()[0]
             if kind in STATE:
                 held = {each: vars(live)[each] for each in STATE[kind].split() if each in vars(live)}
             elif kind == "module":
-                held = {each: value for each, value in _state_of(live).items() if each not in self._standard}
-            elif kind == "callback" and not isinstance(live, self._complete):
-                held = {each: value for each, value in _state_of(live).items() if each not in NOT_KEPT}
-            elif kind == "dataset" and hasattr(live, "__dict__"):
+                left = self._standard | OF_METRICS if isinstance(live, Metric) else self._standard
+                held = {each: value for each, value in vars(live).items() if each not in left}
+            elif kind == "callback":
+                left = _set_by_lightning(type(live)) if isinstance(live, self._complete) else NOT_KEPT
+                held = {each: value for each, value in vars(live).items() if each not in left}
+            elif kind in ("dataset", "data") and hasattr(live, "__dict__"):
                 held = {each: value for each, value in vars(live).items() if isinstance(value, (int, float, str))}
             elif kind == "optimizer":
-                held = {each: vars(live)[each] for each in vars(live) if not each.startswith("_") and each != "step"}
+                held = {each: value for each, value in vars(live).items() if each not in self._of_optimizers}
             elif kind == "scheduler":
                 held = live.state_dict()
             elif kind == "parameter":
@@ -222,10 +247,14 @@ class FitState:
         yield "parameters", requires_grad
 
 
-def _state_of(live: Any) -> dict[str, Any]:
-    """The attributes that the class lets others pickle."""
-    get: Any = getattr(type(live), "__getstate__", vars)
-    return dict(get(live))
+@functools.cache
+def _set_by_lightning(kind: Any) -> Set[str]:
+    """The attributes that a class of Lightning sets, of which a class of the user's can have
+    more."""
+    bases = [each for each in kind.__mro__ if each.__module__.startswith(OTHERS)]
+    functions = [each for base in bases for each in vars(base).values() if isinstance(each, FunctionType)]
+    steps = [each for function in functions for each in dis.get_instructions(function)]
+    return {each.argval for each in steps if each.opname == "STORE_ATTR"}
 
 
 def _put_back(attributes: dict[str, Any], name: str, value: Any) -> None:
@@ -270,6 +299,8 @@ def _dumps(value: Any, named: dict[int, str]) -> tuple[bytes, list[torch.Tensor]
                 return _tensor, (len(tensors) - 1, obj.device.type, trained)
             if isinstance(obj, (Dataset, DataLoader)):
                 raise _OfTheFunction
+            if isinstance(obj, io.IOBase):
+                raise pickle.PicklingError("a file")
             return super().reducer_override(obj)
 
     Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
@@ -321,7 +352,7 @@ class Logs:
                 continue
             self.counts[number] = counts[number]
             if isinstance(each, imported(".loggers").TensorBoardLogger):
-                each._kwargs["purge_step"] = step
+                each._kwargs["purge_step"] = step + 1  # a point of the step itself can be older than the commit
             elif imported(".utilities").rank_zero_only.rank == 0:
                 self._remove_rows(each, counts[number])
 

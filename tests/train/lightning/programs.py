@@ -28,11 +28,8 @@ class Counting(pl.Callback):
     """A user's callback, which keeps a record of all its hooks in plain attributes."""
 
     def __init__(self, place: Callable[[], None]) -> None:
-        vars(self)["place"] = place
+        self.place = place
         self.calls, self.seen, self.mean = {}, [], torch.zeros(2)  # type: ignore[var-annotated]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "place"}
 
     def _hook(self, name: str, trainer: Any) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
