@@ -274,6 +274,7 @@ def pack(folder: Path, added: Mapping[str, bytes] = {}) -> bytes:
 
 
 def member_of(data: bytes, name: str) -> bytes | None:
+    """Read one file of an archive that `pack` has made, or None if it has no file of this name."""
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
         found = archive.extractfile(name) if name in archive.getnames() else None
         return None if found is None else found.read()

@@ -43,10 +43,8 @@ __all__ = [
     "world_size",
 ]
 
-PASSES, PASSES_FILE = (
-    "_passes",
-    ".raysgd-passes.json",
-)  # `Session.passes` in a checkpoint: a dictionary's key, or a file
+# `Session.passes` in a checkpoint: a dictionary's key, or a file
+PASSES, PASSES_FILE = "_passes", ".raysgd-passes.json"
 
 
 class TrainingResultType(Enum):
@@ -206,14 +204,15 @@ class Session:
         own = {PASSES: json.dumps(self.passes)} if self.passes else {}
         if kind == "data_dict":
             checkpoint = Checkpoint.from_dict({TIMESTAMP: int(time.time()), **self._codec.encode(content), **own})
+        elif own and not checkpoint._is_folder():  # one file, which has a dictionary
+            checkpoint = Checkpoint.from_dict({**checkpoint.to_dict(), **own})
         elif own:
             checkpoint = Checkpoint.from_checkpoint(checkpoint)
             checkpoint._added = {PASSES_FILE: own[PASSES].encode()}
         if self.attempt.metadata and checkpoint.can_have_metadata and not checkpoint.get_metadata():
             checkpoint.set_metadata(self.attempt.metadata)
-        return checkpoint.checked_bytes(
-            dumps=self._codec.dumps, users_files=True
-        )  # other workers will load it as trusted
+        # Other workers will load it as trusted.
+        return checkpoint.checked_bytes(dumps=self._codec.dumps, users_files=True)
 
     def _send(self, kind: Literal["report", "checkpoint"], head: bytes, payload: bytes | None) -> None:
         self._check_stop()
