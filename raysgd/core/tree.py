@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -24,3 +24,12 @@ def mapped(change: Callable[..., Any], value: Any, *path: Any) -> Any:
         items = [mapped(change, each, *path, place) for place, each in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return change(value, *path)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Iterate over what `mapped` would change. No container is made again."""
+    if isinstance(value, (dict, list, tuple)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from leaves(each)
+    else:
+        yield value

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from raysgd.core.tree import mapped
+from raysgd.core.tree import leaves, mapped
 from raysgd.errors import ConfigError
 from raysgd.train.session_functions import OutsideSession, Session, current
 
@@ -56,7 +56,9 @@ class Commit:
 
     def settle(self) -> None:
         """Copy what is kept by reference. Called when the function has ended."""
-        mapped(_settle_leaf, self.kept.content)
+        for leaf in leaves(self.kept.content):
+            if isinstance(leaf, ByReference):
+                leaf.content = copied(leaf.content)
 
 
 def elastic(state: Mapping[str, Any]) -> ElasticState:
@@ -95,7 +97,8 @@ class ElasticState:
         session.is_elastic = True
         self._parts = {name: _unwrap(part) for name, part in parts.items() if _has_state_dict(part)}
         self._values = {name: part for name, part in parts.items() if not _has_state_dict(part)}
-        mapped(_refuse_value, self._values)
+        for name, value in self._values.items():
+            _refuse_value(name, value)
         self._unread: list[str] = []  # counters that were restored, until one is read
         if self._commit.kept.content is not None:
             self.restore()
@@ -219,17 +222,18 @@ def _are_equal(one: Any, other: Any) -> bool:
         return False
 
 
-def _refuse_value(part: Any, *path: Any) -> None:
-    if _has_state_dict(part):
-        raise ConfigError(
-            f"train.elastic got a {type(part).__name__} inside of {path[0]!r}. It would restore a copy there, and not the object that "
-            "the function uses. Pass each object under a name of its own"
-        )
-    if hasattr(part, "dataset") and hasattr(part, "__iter__"):
-        raise ConfigError(
-            f"train.elastic got a {type(part).__name__}, which has no position to commit. After a failure, its epoch would begin again. "
-            "Pass the loader that train.torch.elastic_data_loader(loader) returns"
-        )
+def _refuse_value(name: str, value: Any) -> None:
+    for part in leaves(value):
+        if _has_state_dict(part):
+            raise ConfigError(
+                f"train.elastic got a {type(part).__name__} inside of {name!r}. It would restore a copy there, and not the object that "
+                "the function uses. Pass each object under a name of its own"
+            )
+        if hasattr(part, "dataset") and hasattr(part, "__iter__"):
+            raise ConfigError(
+                f"train.elastic got a {type(part).__name__}, which has no position to commit. After a failure, its epoch would begin again. "
+                "Pass the loader that train.torch.elastic_data_loader(loader) returns"
+            )
 
 
 def _has_state_dict(part: Any) -> bool:
@@ -249,18 +253,10 @@ def copied(value: Any) -> Any:
     """Make a copy that training does not change: tensors on the CPU, deep copies of others. The
     classes of containers stay, such as that of a Counter, unless they cannot be copied."""
     tensors: dict[int, Any] = {}
-
-    def copy_tensor(leaf: Any, *path: Any) -> Any:
+    for leaf in leaves(value):
         if hasattr(leaf, "detach") and hasattr(leaf, "cpu") and id(leaf) not in tensors:
             tensors[id(leaf)] = leaf.detach().to("cpu", copy=True)
-
-    mapped(copy_tensor, value)
     try:
         return copy.deepcopy(value, {**tensors})
     except Exception:
         return mapped(lambda leaf, *path: tensors[id(leaf)] if id(leaf) in tensors else copy.deepcopy(leaf), value)
-
-
-def _settle_leaf(value: Any, *path: Any) -> None:
-    if isinstance(value, ByReference):
-        value.content = copied(value.content)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping
+from operator import length_hint
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd.core.ranks import RankInfo
-from raysgd.core.tree import mapped
+from raysgd.core.tree import leaves
 from raysgd.errors import ConfigError
 from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.data.prefetch import make_carrier
@@ -62,49 +64,46 @@ def distribute(loader: DataLoader[Any], rank_info: RankInfo) -> DataLoader[Any]:
 
 
 class PreparedLoader:
-    """A loader whose batches are on the device. Each pass has another order, even without calls of
-    `set_epoch`, also if the function continues from a checkpoint or a commit: the numbers of the
-    passes are those of the run. If one of the loader's processes fails, the function runs again."""
+    """A loader whose batches are on the device. Each pass of a `DistributedSampler` has another
+    order, even without calls of `set_epoch`, also if the function continues from a checkpoint or a
+    commit: the numbers of the passes are those of the run. Any other order, such as that of a
+    single worker, is torch's own. If one of the loader's processes fails, the function runs again.
+    """
 
     def __init__(
         self, loader: DataLoader[Any], device: torch.device | None, session: Session, *, ahead: bool = False
     ) -> None:
         """With `ahead`, a batch is sent to a GPU while the one before is used."""
         sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
-        self.loader, self._sampler = loader, sampler
+        self.loader, self._sampler = loader, sampler if isinstance(sampler, DistributedSampler) else None
         self._carrier = Carrier() if device is None else make_carrier(device, channels_last=False, ahead=ahead)
-        draws = type(sampler).__module__ == "torch.utils.data.sampler" and hasattr(sampler, "generator")
-        self._counts = draws or getattr(sampler, "shuffle", False)
-        self._passes = session.passes if self._counts else {}
-        session.loaders.append(len(loader.dataset) if self._counts else -1)  # type: ignore[arg-type]
-        self._name = f"{session.loaders[-1]} rows, {session.loaders.count(session.loaders[-1])}"
-        self._next = self._passes.get(self._name, 0)
-        self._set = getattr(sampler, "epoch", 0) if self._next else 0  # by this class, in the sampler
-        # In a later attempt, the generator of a single worker would draw the orders of the first passes once more.
-        self._reseeds = draws and self._next > 0
-        self._seed = (getattr(sampler, "generator", None) or torch.default_generator).initial_seed()
+        self._passes, self._name = dict[str, int](), ""
+        if self._sampler is not None and self._sampler.shuffle:
+            session.loaders.append(len(sampler.dataset))
+            self._name = f"{session.loaders[-1]} rows, {session.loaders.count(session.loaders[-1])}"
+            self._passes = session.passes
+        self._next_pass = self._passes.get(self._name, 0)
+        self._epoch_set = getattr(sampler, "epoch", 0) if self._next_pass else 0  # by this class, in the sampler
 
     def __iter__(self) -> Iterator[Any]:
         sampler, ahead, sent = self._sampler, self._carrier.ahead, deque[Any]()
-        if isinstance(sampler, DistributedSampler):
-            if sampler.epoch == self._set:  # otherwise, the function has set another one
-                sampler.set_epoch(self._next)
-            self._next = self._set = sampler.epoch
-        elif self._reseeds:
-            sampler.generator = torch.Generator().manual_seed(derived_seed(self._seed, self._next))
-        self._passes[self._name], self._next = self._next, self._next + 1
+        if sampler is not None:
+            if sampler.epoch == self._epoch_set:  # otherwise, the function has set another one
+                sampler.set_epoch(self._next_pass)
+            self._next_pass = self._epoch_set = sampler.epoch
+        self._passes[self._name], self._next_pass = self._next_pass, self._next_pass + 1
         batches = itertools.chain(LoaderIterator(self.loader), [END] * ahead)
-        last = len(self.loader) if self._counts else 0
+        last = length_hint(self.loader) if self._name else 0  # 0: the user's batch sampler has no length
         try:
             for number, batch in enumerate(batches, start=1 - ahead):
                 if batch is not END:
                     sent.append(self._carrier.send(batch))
                 if number == last:  # a loop that counts its batches never asks for the end
-                    self._passes[self._name] = self._next
+                    self._passes[self._name] = self._next_pass
                 if number > 0:
                     yield self._carrier.arrived(sent.popleft())
         finally:
-            self._passes[self._name] = self._next
+            self._passes[self._name] = self._next_pass
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -179,7 +178,8 @@ class ElasticLoader:
     @property
     def _is_needed(self) -> bool:
         """Whether a commit without it, now, would repeat samples or their orders."""
-        return self._open or (self.epochs_begun > 0 and type(self._source.loader.sampler) is not SequentialSampler)
+        shuffles = type(self._source.loader.sampler) is not SequentialSampler
+        return (self._open and not self._given) or (self.epochs_begun > 0 and shuffles)
 
     def _count_left(self) -> int:
         return self._source.steps_left(self._rank_info, self._offset)
@@ -207,45 +207,56 @@ class Watch:
     incomplete. `parts` are the objects in its state."""
 
     def __init__(self, session: Session, parts: Mapping[str, Any]) -> None:
-        self._prepared, self._parts, self._stepped, self._checked = session.prepared, parts, dict[int, Any](), -1
-        self._hook = register_optimizer_step_post_hook(lambda each, *_: self._stepped.setdefault(id(each), each))
+        self._prepared, self._parts, self._checked = session.prepared, parts, False
+        self._stepped, self._moved = WeakSet[Any](), set[int]()  # optimizers; the weights that they own
+        self._hook = register_optimizer_step_post_hook(self._note_step)
         session.at_end.callback(self._hook.remove)
+
+    def _note_step(self, optimizer: Any, *_: Any) -> None:
+        if optimizer not in self._stepped:
+            self._stepped.add(optimizer)
+            own = _parameters_of(optimizer) & self._weights()
+            self._moved, self._checked = self._moved | own, self._checked and not own
+
+    def _weights(self) -> set[int]:
+        modules = [each for each in (*self._parts.values(), *self._prepared) if isinstance(each, nn.Module)]
+        return {id(each) for module in modules for each in module.parameters() if each.requires_grad}
 
     def check(self) -> None:
         """Raise ConfigError for what no part has: at the first commit, and when another optimizer
-        has made a step. A part has its attributes, and what its `state_dict` has the tensors of."""
-        if len(self._stepped) == self._checked:
+        has moved a weight. A part has its attributes, and what its `state_dict` has the tensors
+        of. An optimizer that is gone is not needed."""
+        if self._checked:
             return
-        modules = [each for each in (*self._parts.values(), *self._prepared) if isinstance(each, nn.Module)]
-        weights = {id(each) for module in modules for each in module.parameters() if each.requires_grad}
-        needed, moved = list[tuple[str, Any, list[Any]]](), set[int]()
-        for each in self._stepped.values():
-            own = {id(p) for group in each.param_groups for p in group["params"]} & weights
-            moved, tensors = moved | own, _tensors_in(each.state)
-            if own and (tensors or "initial_lr" in each.param_groups[0]):  # which a scheduler changes
-                needed.append(("optimizer", each, tensors))
-        for each in self._prepared:
-            if isinstance(each, ElasticLoader):
-                needed += [("loader", each, [])] if each._is_needed else []
-            elif trained := [weight for weight in each.parameters() if id(weight) in moved]:
-                needed.append(("model", each, trained))
-        lacks = {f'"{name}": {name}': name for name, *each in needed if not self._has(*each)}
-        if lacks:
-            raise ConfigError(LACKS % (" and the ".join(lacks.values()), ", ".join(lacks)))
-        self._checked = len(self._stepped)
-        if moved == weights:
+        parts, weights = self._parts.values(), self._weights()
+        owners = [vars(part) for part in parts if hasattr(part, "__dict__") and not hasattr(part, "get_last_lr")]
+        held = {id(each) for each in (*parts, *leaves(owners))}  # a scheduler's optimizer is not in its state
+        if missing := [each for each in self._needed(weights) if id(each[1]) not in held]:
+            saved = {each.data_ptr() for each in _tensors_in([part.state_dict() for part in parts])}
+            absent = [name for name, _, own in missing if not own or not saved.issuperset(t.data_ptr() for t in own)]
+            if lacks := {f'"{name}": {name}': name for name in absent}:
+                raise ConfigError(LACKS % (" and the ".join(lacks.values()), ", ".join(lacks)))
+        self._checked = True
+        if self._moved == weights:
             self._hook.remove()
 
-    def _has(self, wanted: Any, tensors: list[Any]) -> bool:
-        for part in self._parts.values():
-            own = () if hasattr(part, "get_last_lr") else getattr(part, "__dict__", {}).values()  # a scheduler has none
-            if any(each is wanted for each in (part, *own)):
-                return True
-        saved = {each.data_ptr() for each in _tensors_in([part.state_dict() for part in self._parts.values()])}
-        return bool(tensors) and saved.issuperset(each.data_ptr() for each in tensors)
+    def _needed(self, weights: set[int]) -> Iterator[tuple[str, Any, list[Any]]]:
+        for each in self._stepped:
+            tensors = _tensors_in(each.state)
+            changes = tensors or "initial_lr" in each.param_groups[0]  # which a scheduler changes
+            if changes and _parameters_of(each) & weights:
+                yield "optimizer", each, tensors
+        for each in self._prepared:
+            if isinstance(each, ElasticLoader):
+                if each._is_needed:
+                    yield "loader", each, []
+            elif trained := [weight for weight in each.parameters() if id(weight) in self._moved]:
+                yield "model", each, trained
+
+
+def _parameters_of(optimizer: Any) -> set[int]:
+    return {id(each) for group in optimizer.param_groups for each in group["params"]}
 
 
 def _tensors_in(content: Any) -> list[torch.Tensor]:
-    leaves: list[Any] = []
-    mapped(lambda leaf, *path: leaves.append(leaf), content)
-    return [each for each in leaves if isinstance(each, torch.Tensor)]
+    return [each for each in leaves(content) if isinstance(each, torch.Tensor)]

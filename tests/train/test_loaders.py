@@ -1,6 +1,8 @@
 """The passes of prepared loaders belong to the run, and a commit has all that a function trains with."""
 
+import copy
 import itertools
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd import ConfigError, train
@@ -37,6 +39,9 @@ def rows(batches: Any) -> list[int]:
 def save(epoch: int, folder: Path | None) -> None:
     if folder is None:
         train.report({}, checkpoint=train.Checkpoint.from_dict({"epoch": epoch}))
+    elif folder.suffix:  # one file, which has a dictionary
+        train.Checkpoint.from_dict({"epoch": epoch}).to_uri(folder)
+        train.report({}, checkpoint=train.Checkpoint(folder))
     else:
         (folder / "epoch").write_text(str(epoch))
         train.report({}, checkpoint=train.Checkpoint.from_directory(folder))
@@ -115,17 +120,17 @@ class Run:
         return [self.orders[epoch] for epoch in range(PASSES)]
 
 
-@pytest.mark.parametrize("kind", ["dictionary", "folder"])
+@pytest.mark.parametrize("kind", ["dictionary", "file", "folder"])
 @pytest.mark.parametrize("passes", [whole, ended_early, counted, with_own_epochs])
 def test_a_function_that_continues_from_a_checkpoint_has_the_orders_of_the_run(
     passes: Passes, kind: str, tmp_path: Path
 ) -> None:
-    folder = None if kind == "dictionary" else tmp_path
+    folder = {"dictionary": None, "file": tmp_path / "one.zip", "folder": tmp_path}[kind]
     undisturbed = Run(passes, (), folder).all_attempts()
     assert Run(passes, (3, 4), folder).all_attempts() == undisturbed
     assert len({*map(tuple, undisturbed)}) == PASSES
-    if folder is not None:
-        assert [each.name for each in folder.iterdir()] == ["epoch"], "the user's folder stays as it is"
+    if kind == "folder":
+        assert [each.name for each in tmp_path.iterdir()] == ["epoch"], "the user's folder stays as it is"
 
 
 def test_the_last_worker_of_several_has_their_orders() -> None:
@@ -133,30 +138,42 @@ def test_the_last_worker_of_several_has_their_orders() -> None:
     assert [alone[each][::2] for each in (3, 4)] == Run(whole, ()).all_attempts()[3:]
 
 
-ONE: dict[str, Callable[[], dict[str, Any]]] = {
-    "of torch's generator": dict,
-    "of its own generator": lambda: {"generator": torch.Generator().manual_seed(1)},
-    "weighted": lambda: {"shuffle": False, "sampler": WeightedRandomSampler([1.0] * 24, 24)},
-}
+def test_a_generator_that_one_worker_restores_draws_its_orders() -> None:
+    def function(*restored: Any) -> None:
+        generator = torch.Generator().manual_seed(1)
+        loader = prepared(generator=generator)
+        if restored:
+            generator.set_state(restored[0])
+        for _ in range(2):
+            states.append(generator.get_state())
+            orders.append(rows(loader))
+            train.report({}, checkpoint=train.Checkpoint.from_dict({"epoch": 0}))
+
+    states: list[Any] = []
+    orders: list[list[int]] = []
+    rank = Reporting()
+    rank.run(function)
+    rank.run(function, states[1], checkpoint=rank.payload, number=2)
+    assert orders[2] == orders[1] != orders[0]
 
 
-@pytest.mark.parametrize("kind", ONE)
-def test_one_worker_does_not_draw_the_same_orders_again(kind: str) -> None:
-    class Fresh(Run):
-        def __call__(self) -> None:
-            self.options = ONE[kind]()
-            super().__call__()
+class Unsized:
+    """A batch sampler without a length."""
 
-    orders = Fresh(whole, (3,)).all_attempts(ranks=1, later=1)
-    assert len({*map(tuple, orders)}) == PASSES
-    assert orders[:3] == Fresh(whole, ()).all_attempts(ranks=1)[:3]
+    def __init__(self, *given: Any, **options: Any) -> None:
+        self.batches = BatchSampler(*given, **options)
+        self.sampler = self.batches.sampler
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
 
 
-def test_a_sampler_within_a_batch_sampler_has_another_order_in_each_pass() -> None:
+@pytest.mark.parametrize("kind", [BatchSampler, Unsized])
+def test_a_sampler_within_a_batch_sampler_has_another_order_in_each_pass(kind: Any) -> None:
     class Fresh(Run):
         def __call__(self) -> None:
             sampler = DistributedSampler(DATA, num_replicas=2, rank=0)
-            batches = BatchSampler(sampler, 3, drop_last=False)
+            batches = kind(sampler, 3, drop_last=False)
             self.options = {"batch_size": 1, "shuffle": False, "batch_sampler": batches}
             super().__call__()
 
@@ -289,6 +306,49 @@ def test_a_second_optimizer_that_makes_its_first_step_later_is_refused_then() ->
     assert numbers[-1] == 3
 
 
+def test_a_model_whose_optimizers_are_gone_is_refused() -> None:
+    def function() -> None:
+        parts = Parts(plain)
+        state = train.elastic({"loader": parts.loader})
+        parts.step((DATA.tensors[0],))
+        del parts.optimizer
+        state.commit()
+
+    with pytest.raises(ConfigError, match=r'"model": model\}'):
+        FunctionRank().run(function)
+
+
+def test_optimizers_of_copies_are_not_kept_and_cause_no_check() -> None:
+    """As Reptile and MAML make one for each step."""
+
+    class Counting(nn.Linear):
+        asked = 0
+
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+            Counting.asked += self is outer
+            return super().named_parameters(*args, **kwargs)
+
+    def function() -> None:
+        train.torch.prepare_model(outer, wrap_ddp=False)
+        state = train.elastic({"model": outer})
+        for _ in range(4):
+            inner = copy.deepcopy(outer)
+            optimizer = torch.optim.Adam(inner.parameters())
+            inner(torch.ones(1)).sum().backward()
+            optimizer.step()
+            made = weakref.ref(optimizer)
+            del optimizer
+            assert made() is None
+            before = Counting.asked
+            state.commit()
+            checks.append(Counting.asked > before)
+
+    outer = Counting(1, 1)
+    checks: list[bool] = []
+    FunctionRank().run(function)
+    assert checks == [True, False, False, False]
+
+
 class Own:
     """A user's object with the state of others. `copies`: of copies of them."""
 
@@ -304,6 +364,35 @@ class Own:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, each in self.parts.items():
             each.load_state_dict(state[name])
+
+
+class Sized(torch.optim.Adam):
+    """Has a size in its state, as an optimizer of the user's may."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["size"] = parameter.shape
+        return result
+
+
+class Rounds(Parts):
+    """Makes an optimizer for each step."""
+
+    def step(self, batch: Any) -> None:
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        super().step(batch)
+        del self.optimizer
+
+
+class Counted(Parts):
+    """Reads a loader without shuffle, and counts its batches. The loop commits after them."""
+
+    def loop(self, state: Any, *, commit_first: bool = False) -> None:
+        batches = iter(self.loader)
+        for _ in range(len(self.loader)):
+            self.step(next(batches))
+        state.commit()
 
 
 def scheduled(parts: Parts) -> Any:
@@ -323,6 +412,16 @@ COMPLETE: dict[str, Callable[[], tuple[Parts, dict[str, Any]]]] = {
     "an object of the user's": lambda: (
         parts := Parts(),
         {"own": Own(parts.model, parts.optimizer), "loader": parts.loader},
+    ),
+    "an object with a dictionary": lambda: (parts := Parts(), {"own": Own(*vars(parts).values())}),
+    "sizes": lambda: (parts := Parts(Sized), {**vars(parts), "size": torch.Size([1])}),
+    "optimizers that are gone": lambda: (
+        parts := Rounds(),
+        {"model": parts.model, "loader": parts.loader},
+    ),
+    "a whole epoch without shuffle": lambda: (
+        parts := Counted(shuffle=False),
+        {"model": parts.model, "optimizer": parts.optimizer},
     ),
     "an object that copies": lambda: (parts := Parts(), {"own": Own(*vars(parts).values(), copies=True)}),
     "a module around the model": lambda: (
