@@ -98,7 +98,8 @@ class ElasticState:
         self._parts = {name: _unwrap(part) for name, part in parts.items() if _has_state_dict(part)}
         self._values = {name: part for name, part in parts.items() if not _has_state_dict(part)}
         for name, value in self._values.items():
-            _refuse_value(name, value)
+            for leaf in leaves(value):
+                _refuse_value(leaf, name)
         self._unread: list[str] = []  # counters that were restored, until one is read
         if self._commit.kept.content is not None:
             self.restore()
@@ -222,18 +223,17 @@ def _are_equal(one: Any, other: Any) -> bool:
         return False
 
 
-def _refuse_value(name: str, value: Any) -> None:
-    for part in leaves(value):
-        if _has_state_dict(part):
-            raise ConfigError(
-                f"train.elastic got a {type(part).__name__} inside of {name!r}. It would restore a copy there, and not the object that "
-                "the function uses. Pass each object under a name of its own"
-            )
-        if hasattr(part, "dataset") and hasattr(part, "__iter__"):
-            raise ConfigError(
-                f"train.elastic got a {type(part).__name__}, which has no position to commit. After a failure, its epoch would begin again. "
-                "Pass the loader that train.torch.elastic_data_loader(loader) returns"
-            )
+def _refuse_value(part: Any, name: str) -> None:
+    if _has_state_dict(part):
+        raise ConfigError(
+            f"train.elastic got a {type(part).__name__} inside of {name!r}. It would restore a copy there, and not the object that "
+            "the function uses. Pass each object under a name of its own"
+        )
+    if hasattr(part, "dataset") and hasattr(part, "__iter__"):
+        raise ConfigError(
+            f"train.elastic got a {type(part).__name__}, which has no position to commit. After a failure, its epoch would begin again. "
+            "Pass the loader that train.torch.elastic_data_loader(loader) returns"
+        )
 
 
 def _has_state_dict(part: Any) -> bool:

@@ -215,12 +215,15 @@ class Watch:
     def _note_step(self, optimizer: Any, *_: Any) -> None:
         if optimizer not in self._stepped:
             self._stepped.add(optimizer)
-            own = _parameters_of(optimizer) & self._weights()
+            own = self._weights_of(optimizer)
             self._moved, self._checked = self._moved | own, self._checked and not own
 
     def _weights(self) -> set[int]:
         modules = [each for each in (*self._parts.values(), *self._prepared) if isinstance(each, nn.Module)]
         return {id(each) for module in modules for each in module.parameters() if each.requires_grad}
+
+    def _weights_of(self, optimizer: Any) -> set[int]:
+        return self._weights() & {id(each) for group in optimizer.param_groups for each in group["params"]}
 
     def check(self) -> None:
         """Raise ConfigError for what no part has: at the first commit, and when another optimizer
@@ -228,23 +231,24 @@ class Watch:
         of. An optimizer that is gone is not needed."""
         if self._checked:
             return
-        parts, weights = self._parts.values(), self._weights()
+        parts = self._parts.values()
         owners = [vars(part) for part in parts if hasattr(part, "__dict__") and not hasattr(part, "get_last_lr")]
         held = {id(each) for each in (*parts, *leaves(owners))}  # a scheduler's optimizer is not in its state
-        if missing := [each for each in self._needed(weights) if id(each[1]) not in held]:
+        if missing := [each for each in self._needed() if id(each[1]) not in held]:
             saved = {each.data_ptr() for each in _tensors_in([part.state_dict() for part in parts])}
             absent = [name for name, _, own in missing if not own or not saved.issuperset(t.data_ptr() for t in own)]
             if lacks := {f'"{name}": {name}': name for name in absent}:
                 raise ConfigError(LACKS % (" and the ".join(lacks.values()), ", ".join(lacks)))
         self._checked = True
-        if self._moved == weights:
+        if self._moved == self._weights():
             self._hook.remove()
 
-    def _needed(self, weights: set[int]) -> Iterator[tuple[str, Any, list[Any]]]:
+    def _needed(self) -> Iterator[tuple[str, Any, list[Any]]]:
         for each in self._stepped:
             tensors = _tensors_in(each.state)
-            changes = tensors or "initial_lr" in each.param_groups[0]  # which a scheduler changes
-            if changes and _parameters_of(each) & weights:
+            if self._weights_of(each) and (
+                tensors or "initial_lr" in each.param_groups[0]
+            ):  # which a scheduler changes
                 yield "optimizer", each, tensors
         for each in self._prepared:
             if isinstance(each, ElasticLoader):
@@ -252,10 +256,6 @@ class Watch:
                     yield "loader", each, []
             elif trained := [weight for weight in each.parameters() if id(weight) in self._moved]:
                 yield "model", each, trained
-
-
-def _parameters_of(optimizer: Any) -> set[int]:
-    return {id(each) for group in optimizer.param_groups for each in group["params"]}
 
 
 def _tensors_in(content: Any) -> list[torch.Tensor]:
