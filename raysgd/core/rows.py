@@ -1,4 +1,9 @@
-"""Notice that the workers of a call do not divide one data set. Driver."""
+"""Notice that the workers of a call do not divide one data set. Driver.
+
+Replicas compare rows themselves when a group begins, and raise `OTHER`. The driver warns of what
+they do not compare: batches, data that is registered later, and all with Horovod, whose replicas
+cannot gather objects.
+"""
 
 from __future__ import annotations
 

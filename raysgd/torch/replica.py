@@ -12,11 +12,10 @@ import torch
 
 from raysgd.core.batch_mode import PER_WORKER
 from raysgd.core.control import Control
-from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import TrainAgain
 from raysgd.core.rank_comparison import Summary
 from raysgd.core.ranks import RankInfo
-from raysgd.core.rows import RowsCheck
+from raysgd.core.rows import OTHER
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage.seen import SeenFile
 from raysgd.torch.checkpoint import packing, states
@@ -112,11 +111,12 @@ class TorchReplica(ReplicaBase):
         if self._resharding is not None:
             self._resharding.settled()
         if not self._same_rows and self.control.phase in CALLS.values():
-            check, known = RowsCheck(), self.rows.known(*self.data_names)
+            known = self.rows.known(*self.data_names)
             own = {name: each.for_ranks for name, each in known.items() if each.for_ranks}
-            for rank, rows in enumerate(gathered_objects(own, self.control)):
-                for text in check.see(str(rank), rank, Measured(rows=rows)):
-                    raise ConfigError(text)
+            first, *others = gathered_objects(own, self.control)
+            for rank, rows in enumerate(others, 1):
+                for name in (each for each in rows if rows[each] != first.get(each, rows[each])):
+                    raise ConfigError(OTHER.format(loader=name, low=0, high=rank, ours=first[name], theirs=rows[name]))
             self._same_rows = True
 
     def train_again(self, error: Exception) -> TrainAgain | None:
