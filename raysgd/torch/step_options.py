@@ -55,7 +55,8 @@ DIVIDED = (
     "are too small by that factor. Pass the loss of the batch, or ignore this if you divide by %d for another reason"
 )
 SETTINGS = "settings of the optimizer, such as the learning rate,"
-CONTENTS = "contents of modules and tensors"
+CONTENTS = "contents of modules"
+MOST_VALUES = 100  # of a container in which modules are looked for
 
 
 class Clip(Policy):
@@ -253,8 +254,8 @@ class WatchAttributes(Policy):
     begins a call. Of what it changes at all in the first step in which this worker has several
     parts, and of what `train_epoch` changes when it is called again for the rest of an epoch.
 
-    They are found by their identities, numbers and texts by their values. The contents of modules
-    and tensors, also in lists and dicts, are compared at the end of the first call too.
+    They are found by their identities, numbers and texts by their values. The contents of modules,
+    also in short lists and dicts, are compared at the end of the first call too.
     """
 
     def __init__(self, operator: Any, parts: Parts) -> None:
@@ -300,10 +301,11 @@ class WatchAttributes(Policy):
 
     def watch(self, function: Callable[[Any], Any]) -> Any:
         """Call a function with the operator."""
+        if self._operator._internals.rank_info.world_rank:
+            return function(self._operator)
         before, self._named = self._state(), self._named | self._parts.held.keys()
         value = function(self._operator)
-        if self._operator._internals.rank_info.world_rank == 0:
-            self._say(CHANGED_BY_FUNCTION, before)
+        self._say(CHANGED_BY_FUNCTION, before)
         return value
 
     def _say(self, text: str, before: dict[str, Any]) -> bool:
@@ -325,7 +327,7 @@ class WatchAttributes(Policy):
             changed -= self._named
             self._named |= changed
             saved = (self._operator.state_dict() or {}) if changed else {}
-        kept = {_content(each)[1] for each in _tensors_in(saved)}
+        kept = {_content(each)[1] for each in _tensors_in(saved)} if moved else set()
         left = changed - saved.keys() if isinstance(saved, Mapping) else changed & moved.keys()
         left -= {name for name, contents in moved.items() if contents <= kept}
         names = sorted(left, key=lambda name: (name == SETTINGS, name))
@@ -343,11 +345,18 @@ class WatchAttributes(Policy):
         saved = _tensors_in([*parts.models, *parts.metrics.values(), parts.stepped_by(*parts.optimizers)])
         memory = {each.untyped_storage().data_ptr() for each in saved}
         contents = {
-            name: [_content(each) for each in _tensors_in(value) if each.untyped_storage().data_ptr() not in memory]
+            name: [_content(each) for each in _tensors_in(found) if each.untyped_storage().data_ptr() not in memory]
             for name, value in own.items()
+            if (found := _modules_in(value))
         }
         own = {name: value for name, value in own.items() if id(value) not in known}
         return own | {SETTINGS: settings_of(parts.optimizers), CONTENTS: contents}
+
+
+def _modules_in(value: Any) -> list[nn.Module]:
+    """A module, or those in a short list, tuple or dict."""
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    return [each for each in values if isinstance(each, nn.Module)] if len(values) <= MOST_VALUES else []
 
 
 def _tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:

@@ -1,6 +1,7 @@
-"""A module, or a tensor, of an attribute that training changes in place, and nothing saves."""
+"""A module of an attribute that training changes in place, and nothing saves."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from raysgd.callbacks import EMA
+from raysgd.torch import step_options
 from tests.torch.small import Line, inline
 
 SAID = "has changed self.target, which checkpoints and new workers will not have"
@@ -149,7 +151,7 @@ class Later(Holds):
 @pytest.mark.parametrize(
     "kind",
     [
-        *(Lerp, Data, InInference, HardCopy, Normalized, NewBuffer, Several, Named, Tensors, Trained, PartlySaved),
+        *(Lerp, Data, InInference, HardCopy, Normalized, NewBuffer, Several, Named, Trained, PartlySaved),
         *(InHook, InLoop, Later),  # at the end of the call
     ],
 )
@@ -204,7 +206,10 @@ class PartOfModel(Holds):
     """Views and parts of what is registered."""
 
     def make_target(self) -> Any:
-        return [self.unwrapped(), self.unwrapped().weight[0, 1:], self.unwrapped().bias.data, *self.model.parameters()]
+        views = nn.Module()
+        views.register_buffer("view", self.unwrapped().weight[0, 1:].detach())
+        views.register_buffer("data", self.unwrapped().bias.data)
+        return [self.unwrapped(), views]
 
 
 class Measures(Holds):
@@ -217,20 +222,33 @@ class Measures(Holds):
         self.target.update(batch[0])
 
 
+class Many(Lerp):
+    """Has more modules in a list than are looked at."""
+
+    def make_target(self) -> Any:
+        return [super().make_target(), *(nn.Identity() for _ in range(100))]
+
+    def moves(self, batch: Any, info: dict[str, Any]) -> None:
+        lerp(self.target[0], self.unwrapped())
+
+
 class Unusual(Holds):
     """What has no elements to look at."""
 
     def make_target(self) -> Any:
         nested = torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)
         every = [nn.LazyLinear(1), torch.eye(2).to_sparse(), torch.ones(2, device="meta"), torch.ones(0), nested]
-        return [*every, torch.ones(2, dtype=torch.complex64).conj(), torch.ones((), dtype=torch.bfloat16)]
+        made, usual = nn.Module(), [torch.ones(2, dtype=torch.complex64).conj(), torch.ones((), dtype=torch.bfloat16)]
+        for number, each in enumerate([*every[1:], *usual]):
+            made.register_buffer(f"own_{number}", each)
+        return [every[0], made]
 
 
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [
         *((each, {}) for each in (Holds, Registered, Saved, SavedElsewhere, SavedAlone, Frozen, PartOfModel, Unusual)),
-        (Measures, {}),
+        *((each, {}) for each in (Measures, Tensors, Many)),
         (Line, {"callbacks": [EMA(0.9)]}),
         (Holds, {"callbacks": [EMA(0.9)]}),
     ],
@@ -243,3 +261,18 @@ def test_nothing_is_said_of_what_is_saved_or_does_not_move(
         for _ in range(2):
             trainer.train()
     assert [each for each in caplog.messages if "has changed" in each] == []
+
+
+@pytest.mark.parametrize(("rank", "kind", "looks"), [(0, Lerp, True), (1, Lerp, False), (0, Tensors, False)])
+def test_only_modules_are_looked_at_and_only_on_rank_0(
+    rank: int, kind: Any, looks: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a GPU, each look waits for it, and it would take seconds with thousands of tensors."""
+    seen: list[torch.Tensor] = []
+    kind.log = caplog
+    with inline(kind) as trainer:
+        operator = trainer.get_local_operator()
+        operator._internals.rank_info = replace(operator._internals.rank_info, world_rank=rank)
+        monkeypatch.setattr(step_options, "_content", lambda tensor: (seen.append(tensor), b""))
+        assert operator._attributes.watch(lambda given: given is operator)
+    assert bool(seen) == looks
