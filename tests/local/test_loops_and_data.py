@@ -163,6 +163,18 @@ def test_a_split_that_differs_between_ranks_is_an_error_before_training(call: st
         assert trainer.apply_all_operators(seen) == [0, 0], "batches"
 
 
+def test_a_split_that_differs_in_data_of_a_later_call_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    def register(operator: Any, seed: int) -> None:
+        train, _ = random_split(Numbers(101), [61, 40], torch.Generator().manual_seed(seed * operator.world_rank))
+        operator.register_data(train_loader=DataLoader(train, 8))
+
+    with Cluster(), inline(Computing, num_workers=2) as trainer:
+        for seed in (0, 1, 1):
+            trainer.apply_all_operators(partial(register, seed=seed))
+            trainer.train()
+    assert [ANOTHER in each for each in caplog.messages if "rank 1" in each] == [True]
+
+
 def test_a_replacement_that_splits_the_data_in_another_way_trains_nothing() -> None:
     made: list[int] = []
 
