@@ -193,9 +193,13 @@ class TrainerBase(ABC):
             began = time.monotonic()
             trained = self.train(num_steps, max_retries=max_retries, info=info)
             seconds = time.monotonic() - began
-            validates = validate_every and epoch % validate_every == 0
-            with self._engine.claim("validate()"):
-                validated = self._evaluate("validate", validation_steps, info=info) if validates else {}
+            validated: Metrics = {}
+            if validate_every and epoch % validate_every == 0:
+                if validation_steps is None:
+                    validated = self.validate(info=info)
+                else:
+                    with self._engine.claim("validate()"):
+                        validated = self._evaluate("validate", validation_steps, info=info)
             if progress and not self._calls.shows_results:
                 print(epoch_line(epoch, epochs, seconds, trained, validated), flush=True)
         return self.history
