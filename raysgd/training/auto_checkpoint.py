@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.early_stopping import EarlyStopping, warn_of_mode
-from raysgd.callbacks.writers import COUNTS, ROW_FIELDS, for_json
+from raysgd.callbacks.writers import ROW_FIELDS, for_json
 from raysgd.config import at_least, is_real, one_of
 from raysgd.core.metrics import Measured, WeightedMean
 from raysgd.errors import CheckpointError, ConfigError, suggesting_fields
@@ -30,7 +30,6 @@ NAME = re.compile(r"loop(\d+)-epoch(\d+)-step(\d+)")
 DRAFT = re.compile(rf"\.{NAME.pattern}\.\w+\.[0-9a-f]{{8}}\.tmp")
 RECORD = ".json"  # written after the checkpoint: a checkpoint without its record is incomplete, and is never loaded
 HISTORY = "raysgd-history.jsonl"
-ADDED = (*COUNTS, "lr", "grad_norm", "samples_per")  # how metrics begin that raysgd adds
 RELEASE_S = 5.0  # how long a shutdown by force waits for a record that is being written
 LISTED = 3  # files in a message
 
@@ -85,7 +84,7 @@ def wanted_metrics(callbacks: Sequence[Callback], checkpoints: AutoCheckpoint | 
     best = None if checkpoints is None else checkpoints.best
     stops = [each._metric for each in callbacks if isinstance(each, EarlyStopping)]
     named = {best: f"AutoCheckpoint(best={best!r})"} | {each: f"EarlyStopping({each!r})" for each in stops}
-    return {name: named[name] for name in named if name and not name.removeprefix("last_").startswith(ADDED)}
+    return {name: argument for name, argument in named.items() if name}
 
 
 @dataclass(frozen=True, order=True)

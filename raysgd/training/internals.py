@@ -63,7 +63,6 @@ class Internals:
         self.epochs: int | None = None
         self.num_steps: int | None = None
         self.last_epoch = 0
-        self.names: dict[str, set[str]] = {}  # of metrics, by the default loop that has measured them
         self._explained: set[str] = set()  # warnings that were logged
         self.use(Policies())
         self.begin_metrics()

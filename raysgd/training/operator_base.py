@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from raysgd.config import at_least
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core.average_meters import copy_metric
-from raysgd.core.metrics import OWN_NAMES, refuse_own_names, unmeasured
+from raysgd.core.metrics import OWN_NAMES, refuse_own_names
 from raysgd.core.sampling_plan import optimizer_steps
 from raysgd.core.timers import Timers
-from raysgd.errors import ConfigError, MissingPartError, shown
+from raysgd.errors import ConfigError, MissingPartError, close_to, shown
 from raysgd.training.internals import Internals
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.step import Step
@@ -49,6 +49,10 @@ RANK_IN_SETUP = (
     "setup reads self.world_rank. setup runs once in each process, but ranks change when workers fail. What only rank 0 makes, such as "
     "a writer, is then missing on its successor. Read self.is_first at the time of use, create the object on all ranks, or use a "
     "callback. Make the same data on all ranks, because raysgd divides registered data"
+)
+OTHER_NAME = (
+    "%s names a metric that the first batch does not have. If no later batch has it either, this has no effect, or an error ends "
+    "training after a validation. Did you mean %r?"
 )
 
 
@@ -398,21 +402,19 @@ class OperatorBase:
             raise type(error)(f"{type(self).__name__}.{of} returned an invalid metric: {error}") from None
 
     def _check_wanted(self, of: str, names: Collection[str]) -> None:
-        """Raise ConfigError if an argument of the trainer names a metric that the first batch of a
-        default loop shows to be missing. One without a prefix is known after both loops."""
-        loop = {"train_batch": "train_epoch"}.get(of, "validate")
+        """Warn if an argument of the trainer seems to mean one of these metrics, which the first
+        batch of a default loop has. It is no error, because a later batch may have the other."""
+        loop, begin = ("train_epoch", "train_") if of == "train_batch" else ("validate", "val_")
         default = getattr(type(self), loop).__module__ in (__name__, "raysgd.torch.operator")
-        if not (default and names) or of == "test_batch" or self._parts.metrics or self._rank():
+        several = begin == "val_" and isinstance(
+            self._parts.validation_loader, Mapping
+        )  # their names are in the metrics
+        if not default or several or of == "test_batch" or self._parts.metrics:
             return
-        if loop == "validate" and isinstance(loaders := self._parts.validation_loader, Mapping):
-            names = [f"val_{each}_{name.removeprefix('val_')}" for each in loaders for name in names]
-        self._internals.names[loop] = set(names)
-        names, both = set().union(*self._internals.names.values()), len(self._internals.names) == 2
         for name, argument in self._settings.wanted.items():
             bare = name.removeprefix("last_")
-            of = {"train": "train_epoch", "val": "validate", "test": "test"}.get(bare.partition("_")[0], loop * both)
-            if of == loop and bare not in names:
-                raise unmeasured(argument, name, names)
+            if bare.startswith(begin) and bare not in names and (meant := close_to(bare, names)):
+                self._internals.warn_once(OTHER_NAME, argument, meant)
 
     def _summary(self) -> dict[str, Any]:
         """Collect what the loop has measured. Warn of what cannot be averaged."""

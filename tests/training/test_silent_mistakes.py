@@ -1,6 +1,7 @@
 """Mistakes that raise no error: one line names each, once, at the moment when it acts."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from raysgd import AutoCheckpoint, ConfigError, TorchTrainer, TrainingOptions, shutdown_all
 from raysgd.callbacks import Callback, EarlyStopping, GradientNormMonitor
 from tests.local.group import Cluster, Fault
-from tests.torch.small import Line, inline, weights
+from tests.torch.small import Line, inline, operator_of, weights
 
 
 def halving(optimizer: Any) -> Any:
@@ -407,13 +408,18 @@ class Adding(Callback):
         return {"val_extra": 1.0}
 
 
-# (batches trained and validated when the error comes, the metric, what it says)
-WRONG: list[tuple[int, int, str, str]] = [
-    (1, 0, "train_los", "did you mean 'train_loss'?"),
-    (1, 0, "last_train_los", "did you mean 'train_loss'?"),
-    (3, 1, "val_los", "did you mean 'val_loss'?"),
-    (3, 1, "quality", "choose one of num_samples, share, train_loss, val_"),
-]
+class Sometimes(Counting):
+    """Measures more in later batches than in the first one."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return super().train_batch(batch, batch_info) | ({"train_acc": 1.0} if self.trained % 2 == 0 else {})
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return super().validate_batch(batch, batch_info) | {"val_auc" if self.validated % 3 else "val_acc": 1.0}
+
+
+# A metric, what was meant, and how many batches were trained and validated when it is named.
+WRONG = [("train_los", "train_loss", (1, 0)), ("last_train_los", "train_loss", (1, 0)), ("val_los", "val_loss", (3, 1))]
 RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("train_loss", {}),
     ("last_val_loss", {}),
@@ -421,6 +427,8 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("seconds", {}),
     ("val_hard_loss", {"config": {"named": True}}),
     ("train_own", {"operator": OwnEpoch}),
+    ("train_acc", {"operator": Sometimes}),
+    ("val_acc", {"operator": Sometimes}),
     ("val_extra", {"callbacks": [Adding()]}),
     ("grad_norm", {"callbacks": [GradientNormMonitor()]}),
 ]
@@ -436,15 +444,26 @@ def naming(way: str, metric: str, folder: Path, **given: Any) -> TorchTrainer:
 
 
 @pytest.mark.parametrize("way", ["best", "stopping"])
-@pytest.mark.parametrize(("trained", "validated", "metric", "said"), WRONG)
-def test_a_metric_that_is_not_measured_is_found_in_a_first_batch(
-    trained: int, validated: int, metric: str, said: str, way: str, tmp_path: Path
+@pytest.mark.parametrize(("metric", "meant", "when"), WRONG)
+def test_a_metric_that_is_not_measured_is_named_in_a_first_batch(
+    metric: str, meant: str, when: tuple[int, int], way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It is an error after the validation only, because later batches can have it."""
+    fails = (
+        nullcontext() if way == "stopping" and "train" in metric else pytest.raises(ConfigError, match="did you mean")
+    )
     with naming(way, metric, tmp_path) as trainer:
-        with pytest.raises(ConfigError) as caught:
-            trainer.fit(3, progress=False)
-        assert f"{metric!r}) was not measured: " in str(caught.value) and said in str(caught.value)
-        assert trainer.apply_all_operators(lambda each: (each.trained, each.validated)) == [(trained, validated)]
+        operator, named = operator_of(trainer), list[tuple[int, int]]()
+
+        def note(record: Any) -> bool:
+            if f"{metric!r}) names a metric" in record.getMessage() and meant in record.getMessage():
+                named.append((operator.trained, operator.validated))
+            return True
+
+        caplog.handler.addFilter(note)
+        with fails:
+            trainer.fit(1, progress=False)
+        assert named == [when] and operator.validated == 3
 
 
 @pytest.mark.parametrize("way", ["best", "stopping"])
@@ -453,6 +472,23 @@ def test_a_metric_that_is_measured_or_may_be_is_none(metric: str, given: Any, wa
     with naming(way, metric, tmp_path, **given) as trainer:
         trainer.fit(2, progress=False)
         assert any(metric in row for row in trainer.history)
+
+
+class OwnValidate(TorchTrainer):
+    """Changes each validation."""
+
+    def validate(self, *args: Any, **given: Any) -> Any:
+        return super().validate(*args, **given) | {"own": True}
+
+
+@pytest.mark.parametrize(("given", "validations"), [({}, 2), ({"validate_every": 2}, 1), ({"validation_steps": 1}, 0)])
+def test_fit_validates_as_a_subclass_of_the_trainer_does(
+    given: dict[str, int], validations: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with OwnValidate(training_operator_cls=Line, use_gpu=False) as trainer:
+        trainer.fit(2, **given)
+        assert len(trainer.history.of("validate")) == validations or "validation_steps" in given
+    assert capsys.readouterr().out.count("own") == validations
 
 
 def leave(trainer: TorchTrainer, *, trains: bool) -> None:
