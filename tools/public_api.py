@@ -51,12 +51,13 @@ def default(value: Any) -> Any:
 
 
 def members(of: type) -> set[str]:
-    """Return the public methods and properties that raysgd defines, of a class and its bases."""
+    """Return the public methods and properties that raysgd adds, of a class and its bases. An override of a name that another
+    library defines is none."""
     found = set()
     settings = set(getattr(of, "__dataclass_fields__", ()))  # which its signature shows
     for name in {each for each in dir(of) if not each.startswith("_")} - settings:
         static = inspect.getattr_static(of, name)
-        if next(base for base in of.__mro__ if name in vars(base)).__module__.startswith("raysgd"):
+        if all(base.__module__.startswith("raysgd") for base in of.__mro__ if name in vars(base)):
             function = getattr(static, "__func__", static)
             found.add(f"    .{name}{signature(function) if inspect.isfunction(function) else ''}")
     return found

@@ -230,7 +230,8 @@ class FitState:
                 left = self._standard | OF_METRICS if isinstance(live, Metric) else self._standard
                 held = {each: value for each, value in vars(live).items() if each not in left}
             elif kind == "callback":
-                left = _set_by_lightning(type(live)) if isinstance(live, self._complete) else NOT_KEPT
+                complete = isinstance(live, self._complete)
+                left = _set_by_lightning(type(live)) if complete else NOT_KEPT  # type: ignore[arg-type]
                 held = {each: value for each, value in vars(live).items() if each not in left}
             elif kind in ("dataset", "data") and hasattr(live, "__dict__"):
                 held = {each: value for each, value in vars(live).items() if isinstance(value, (int, float, str))}
