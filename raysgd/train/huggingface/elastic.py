@@ -41,7 +41,7 @@ from transformers.trainer_callback import ExportableState
 from raysgd.core.sampling_plan import RankPart
 from raysgd.errors import ConfigError
 from raysgd.torch.data.sampling import Units, agree, set_epoch
-from raysgd.train.elastic_state import ByReference, copied, elastic
+from raysgd.train.elastic_state import ByReference, Commit, copied, elastic
 from raysgd.train.generators import generator_states, set_generators
 from raysgd.train.huggingface.foreign import SET_BY_TRANSFORMERS, WeightsInMemory, loop_of
 from raysgd.train.huggingface.windows import Windows
@@ -282,6 +282,8 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         self._stepped: Any = None  # what `optimizer.step()` ends, if it has been made in this step
         self._norm: Any = None  # of the step's gradients
         self._frozen: dict[str, Any] = {}  # the first values of each parameter that the optimizer does not change
+        self._frozen_versions: dict[str, int] = {}
+        self._ends_with_commit = False  # `optimizer.step()` of this step, once the step has begun
         self._sampler: PartSampler | None = None
         self._parts: Iterator[RankPart] = iter(())
         first = {
@@ -311,8 +313,9 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
                     type(trainer.state)(**state).save_to_json(str(Path(folder, STATE_FILE)))
                 yield given if self._pending is None else folder
         finally:
-            if self._before is not None:
-                kept = self._session.commit.kept[0]["trainer"]
+            commit: Commit | None = self._session.commit  # outside of a trainer, there is none
+            kept = commit.kept.content["trainer"] if commit is not None and commit.kept.content else {}
+            if self._before is not None and kept:
                 kept["lost"] = isinstance(kept["moving"], ByReference) and kept["versions"] != self._count_versions()
             vars(trainer.accelerator).pop("clip_grad_norm_", None)
             args.gradient_accumulation_steps, args.eval_on_start = asked

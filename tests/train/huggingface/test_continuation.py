@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from raysgd import train
 from raysgd.train import Checkpoint
-from raysgd.train.huggingface.elastic import PartSampler, ignores_items
+from raysgd.train.huggingface.elastic import Continuation, PartSampler, ignores_items
 from raysgd.train.huggingface.transformers import Elastic, RayTrainReportCallback, prepare_trainer
 from raysgd.train.huggingface.windows import Windows
 from tests.replicas import FunctionRank, Interrupted
@@ -625,3 +625,43 @@ def test_an_evaluation_at_the_start_is_made_once(rank: FunctionRank, tmp_path: P
         prepare_trainer(trainer).train()
 
     assert run(rank, function)[1] == 2 and evaluated == [0, -1, 3]
+
+
+def test_the_first_commit_is_not_made(rank: FunctionRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function is stopped as its first step begins, and begins anew."""
+    stopped: list[int] = []
+    own = Continuation._look_for_changes
+
+    def look(self: Continuation) -> None:
+        own(self)
+        if not stopped:
+            stopped.append(1)
+            monkeypatch.setattr(type(self._session), "ensure_whole", stop)
+
+    def stop(self: Any) -> None:
+        monkeypatch.undo()
+        rank.interrupt()
+        time.sleep(0.2)
+
+    monkeypatch.setattr(Continuation, "_look_for_changes", look)
+    assert run(rank, train_func, {"kind": "mean", "samples": 32, "folder": str(tmp_path)})[1] == 2
+
+
+class Begins(TrainerCallback):  # type: ignore[misc]
+    """Makes the optimizer's state before the first step."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:train.elastic.. was called outside")
+def test_a_callback_steps_before_the_first_step_and_outside_of_a_trainer(rank: FunctionRank, tmp_path: Path) -> None:
+    def function() -> dict[str, Any]:
+        trainer = make_trainer({"kind": "mean", "samples": 32, "folder": str(tmp_path)})
+        trainer.add_callback(Begins())
+        prepare_trainer(trainer).train()
+        return result_of(trainer)
+
+    found = rank.run(function)
+    assert found["step"] == 8
+    assert_equal(function(), found)
