@@ -442,9 +442,8 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
                 "make the module that has them a part of the model, or pass prepare_trainer(trainer, elastic=False)"
             )
         self._frozen = {name: each.flatten()[:8] for name, each in self._weights(frozen=True).items()}
-        self._frozen_versions = {
-            name: each._version for name, each in self._frozen.items()
-        }  # also those of the parameters
+        # The first values are views, so these are also the versions of the parameters.
+        self._frozen_versions = {name: each._version for name, each in self._frozen.items()}
         before = self._frozen if self._pending is None else self._pending["frozen"].content
         other = [name for name, value in self._frozen.items() if not torch.equal(value.cpu(), before[name].cpu())]
         if other:
@@ -634,9 +633,8 @@ class PartSampler(Sampler[list[int]]):
         self.windows, self._sampler, self._step, self._live = windows, sampler, step, live or {}
         self._places, self._elsewhere = places, elsewhere  # whether other processes read
         self._attributes = Attributes({"sampler": sampler}, self._live)
-        self.drawn: tuple[int, Any, Any] | None = (
-            None  # an epoch, its order, and what drawing it has changed in the sampler
-        )
+        # An epoch, its order, and what drawing it has changed in the sampler.
+        self.drawn: tuple[int, Any, Any] | None = None
         self.before_step: Any = None  # the random states before the samples of the step were read
         self._again: Any = None
 
