@@ -707,17 +707,23 @@ class Attributes:
     """Finds what has changed in the attributes of some objects, the owners, which the function
     creates again in each attempt, and puts it back.
 
-    Copied are data, and objects from the owner's package. Of other objects with `state_dict`, the
-    state is kept. References to those that are `live` stay references. What cannot be copied, as a
-    file or a progress bar, stays as it is.
+    Copied are data, and objects from the owner's package. Of modules, and of other objects with
+    `state_dict`, the state is kept. References to those that are `live` stay references. What
+    cannot be copied from the beginning, as a file or a progress bar, stays as it is, also in a
+    container; an iterator is refused.
     """
 
     def __init__(self, owners: Mapping[str, Any], live: Mapping[str, Any]) -> None:
         self._owners, self._live = owners, {**live, **owners}
         self._references = {id(each): Reference(name) for name, each in self._live.items()}
         self._first: dict[str, dict[str, Any]] = {name: {} for name in owners}
+        self._marks: dict[str, dict[str, Any]] = {name: {} for name in owners}
         self._bound = {name: dict(vars(owner)) for name, owner in owners.items()}
         self._first = self.changed()
+        self._marks = {
+            name: {attribute: marks_of(self._bound[name].get(attribute)) for attribute in first}
+            for name, first in self._first.items()
+        }
 
     def changed(self) -> dict[str, dict[str, Any]]:
         memo = dict[Any, Any](self._references)
@@ -730,14 +736,18 @@ class Attributes:
             if name == "trainer" and attribute in SET_BY_TRANSFORMERS:
                 continue
             before, same = first.get(attribute, first), value is bound.get(attribute, bound)
-            data = is_data(value, owner)
-            has_state = hasattr(value, "load_state_dict") and not data
+            has_state = isinstance(value, torch.nn.Module)
+            data = not has_state and is_data(value, owner)
+            has_state |= hasattr(value, "load_state_dict") and not data
             if value is before or (same and (id(value) in self._references or not (data or has_state))):
+                continue
+            marks = self._marks[name].get(attribute)
+            if is_equal(value, before) if marks is None else marks_of(value) == marks:
                 continue
             try:
                 found = Saved(copied(value.state_dict())) if same and has_state else copy.deepcopy(value, memo)
             except Exception as error:
-                if data and not exports:
+                if data and not exports and (attribute in first or isinstance(value, Iterator)):
                     raise ConfigError(NOT_COPIED % (attribute, type(owner).__name__, type(value).__name__)) from error
                 continue
             if not is_equal(found, before):
@@ -788,6 +798,29 @@ def is_data(value: Any, owner: Any) -> bool:
     package = first.__module__.partition(".")[0]
     own = package not in LIBRARIES and package == type(value).__module__.partition(".")[0]
     return own or (isinstance(value, DATA) and not isinstance(value, io.IOBase))
+
+
+def marks_of(value: Any) -> list[Any] | None:
+    """What changes whenever this module, tensor, or list or dictionary of tensors changes. `tensor.data`
+    can change without a new version, so the sum of the bits is in it, too."""
+    if isinstance(value, torch.nn.Module):
+        tensors: dict[Any, Any] = value.state_dict(keep_vars=True)
+    elif isinstance(value, dict):
+        tensors = value
+    else:
+        tensors = dict(enumerate(value if isinstance(value, (list, tuple)) else [value]))
+    if not all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in tensors.values()):
+        return None
+    return [type(value), *((name, *mark_of(each)) for name, each in tensors.items())]
+
+
+def mark_of(tensor: Any) -> tuple[Any, ...]:
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_complex():
+        return (float("nan"),)  # not equal to itself: it is copied
+    bits = tensor.detach().contiguous().flatten()
+    aligned = (bits.nbytes | bits.storage_offset() * bits.itemsize) % 8 == 0
+    total = bits.view(torch.int64 if aligned else torch.uint8).sum(dtype=torch.int64).item()
+    return tensor._version, tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, total
 
 
 def is_equal(one: Any, other: Any) -> bool:

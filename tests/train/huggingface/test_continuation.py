@@ -1,6 +1,7 @@
 """A Hugging Face Trainer in one process: it is stopped anywhere, runs again, and has the bits of an undisturbed run."""
 
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
@@ -14,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from raysgd import train
 from raysgd.train import Checkpoint
-from raysgd.train.huggingface.elastic import Continuation, PartSampler, ignores_items
+from raysgd.train.huggingface.elastic import Attributes, Continuation, PartSampler, ignores_items
 from raysgd.train.huggingface.transformers import Elastic, RayTrainReportCallback, prepare_trainer
 from raysgd.train.huggingface.windows import Windows
 from tests.replicas import FunctionRank, Interrupted
@@ -665,3 +666,41 @@ def test_a_callback_steps_before_the_first_step_and_outside_of_a_trainer(rank: F
     found = rank.run(function)
     assert found["step"] == 8
     assert_equal(function(), found)
+
+
+class Holds(TrainerCallback):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.locks, self.counts = {"a": threading.Lock()}, {"a": 0}
+        self.teacher, self.shadow, self.rows = torch.nn.Linear(3, 3), [torch.zeros(3)], [{"a": 1}]
+
+
+def test_what_has_not_changed_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tensor.data` is changed without a new version of the tensor. A lock stays as it is, and a count beside it is kept."""
+    owner = Holds()
+    watched = Attributes({"Holds": owner}, {})
+
+    def refuse(*given: Any) -> Any:
+        raise AssertionError("something was copied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("raysgd.train.huggingface.elastic.copied", refuse)
+        patch.setattr("copy.deepcopy", refuse)
+        assert watched.changed() == {"Holds": {}}
+    owner.teacher.weight.data.mul_(0.5)
+    owner.shadow[0] += 1
+    owner.rows[0]["a"] = owner.counts["a"] = 2
+    kept = watched.changed()
+    assert {*kept["Holds"]} == {"teacher", "shadow", "rows", "counts"}
+    weight = owner.teacher.weight.detach().clone()
+    again = Holds()
+    Attributes({"Holds": again}, {}).put_back(kept)
+    assert torch.equal(again.teacher.weight, weight) and torch.equal(again.shadow[0], torch.ones(3))
+    assert (again.rows, again.counts) == ([{"a": 2}], {"a": 2})
+
+
+def test_what_stops_being_copyable_is_refused() -> None:
+    owner = Holds()
+    watched = Attributes({"Holds": owner}, {})
+    owner.counts["a"] = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="cannot copy the attribute counts of Holds, a dict"):
+        watched.changed()
