@@ -227,8 +227,8 @@ class Watch:
 
     def check(self) -> None:
         """Raise ConfigError for what no part has: at the first commit, and when another optimizer
-        has moved a weight. A part has its attributes, and what its `state_dict` has the tensors
-        of. An optimizer that is gone is not needed."""
+        has moved a weight. A part has its attributes, and what its `state_dict` has the tensors of.
+        An optimizer that is gone is not needed."""
         if self._checked:
             return
         parts = self._parts.values()

@@ -801,8 +801,8 @@ def is_data(value: Any, owner: Any) -> bool:
 
 
 def marks_of(value: Any) -> list[Any] | None:
-    """What changes whenever this module, tensor, or list or dictionary of tensors changes. `tensor.data`
-    can change without a new version, so the sum of the bits is in it, too."""
+    """What changes whenever this module, tensor, or list or dictionary of tensors changes.
+    `tensor.data` can change without a new version, so the sum of the bits is in it, too."""
     if isinstance(value, torch.nn.Module):
         tensors: dict[Any, Any] = value.state_dict(keep_vars=True)
     elif isinstance(value, dict):
