@@ -314,9 +314,10 @@ def merge_call(parts: Sequence[Sequence[Measured]]) -> Result:
     every = [each for part in parts for each in part]
     committed = max((each.committed for each in every), default=0)
     if len(parts) > 1 and committed and _is_number(result.get(NUM_SAMPLES)):
-        if committed > result[NUM_SAMPLES]:
+        counted = [(each.metrics[NUM_SAMPLES], each.drawn) for each in every if each.metrics.get(NUM_SAMPLES)]
+        if all(samples <= drawn for samples, drawn in counted):
             result[NUM_SAMPLES] = committed
-        elif committed < result[NUM_SAMPLES] and sum(each.drawn for each in every) != committed:
+        elif sum(drawn for _, drawn in counted) != committed:
             del result[NUM_SAMPLES]
     return {name: float(value) if isinstance(value, WeightedMean) else value for name, value in result.items()}
 

@@ -23,6 +23,9 @@ class Fit:
         self.rank_info, self.weight = RankInfo(world_rank=rank, world_size=world), 1.0
         self.trainer = SimpleNamespace(fit_loop=SimpleNamespace(batch_idx=done - 1))
 
+    def put_back(self) -> None:
+        pass
+
     def before(self, batch: int) -> None:
         """There is nothing to commit."""
 
