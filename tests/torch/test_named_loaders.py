@@ -150,7 +150,7 @@ def test_the_passes_continue_after_a_load_and_a_repetition() -> None:
     new.load(rank.state())
     new.validate(2)
     new.validate(3)
-    assert config == {"one": [0, 1, 1, 1, 2], "two": [0, 1, 1, 1, 2]}
+    assert config == {"one": [0, 1, 1, 1, 1, 2], "two": [0, 1, 1, 1, 1, 2]}  # twice in the pass that is repeated
 
 
 def test_what_is_no_loader_is_refused_with_its_name() -> None:
