@@ -136,7 +136,7 @@ def test_a_test_that_is_repeated_is_the_same_pass() -> None:
     new.load(rank.state())
     new.test(2)
     new.test(3)
-    assert epochs == [0, 1, 1, 1, 2]
+    assert epochs == [0, 1, 1, 1, 1, 2]  # twice in the pass that is repeated
 
 
 # -- batch_size=None ----------------------------------------------------------------------------------------
