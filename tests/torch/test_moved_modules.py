@@ -155,8 +155,10 @@ class Later(Holds):
         *(InHook, InLoop, Later),  # at the end of the call
     ],
 )
-def test_what_nobody_saves_is_named_once_in_the_first_call(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
-    kind.log = caplog
+def test_what_nobody_saves_is_named_once_in_the_first_call(
+    kind: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kind, "log", caplog, raising=False)
     with inline(kind) as trainer:
         trainer.train()
         assert [SAID in each for each in caplog.messages] == [True]
@@ -254,9 +256,9 @@ class Unusual(Holds):
     ],
 )
 def test_nothing_is_said_of_what_is_saved_or_does_not_move(
-    kind: Any, arguments: dict[str, Any], caplog: pytest.LogCaptureFixture
+    kind: Any, arguments: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind.log = caplog
+    monkeypatch.setattr(kind, "log", caplog, raising=False)
     with inline(kind, **arguments) as trainer:
         for _ in range(2):
             trainer.train()
@@ -269,7 +271,7 @@ def test_only_modules_are_looked_at_and_only_on_rank_0(
 ) -> None:
     """On a GPU, each look waits for it, and it would take seconds with thousands of tensors."""
     seen: list[torch.Tensor] = []
-    kind.log = caplog
+    monkeypatch.setattr(kind, "log", caplog, raising=False)
     with inline(kind) as trainer:
         operator = trainer.get_local_operator()
         operator._internals.rank_info = replace(operator._internals.rank_info, world_rank=rank)
