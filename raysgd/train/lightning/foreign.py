@@ -113,7 +113,7 @@ class FitState:
                 yield from ((f"{number} {name}", value) for name, value in held if isinstance(value, torch.nn.Module))
 
     def _leave_out(self, content: dict[str, dict[str, Any]], named: dict[int, str]) -> None:
-        """Take out the attributes that cannot be pickled, and name those of the user's classes."""
+        """Take out the attributes that cannot be pickled, and name those that user classes have."""
         for name, held in content.items():
             for attribute in [*held]:
                 try:
@@ -250,8 +250,7 @@ class FitState:
 
 @functools.cache
 def _set_by_lightning(kind: Any) -> Set[str]:
-    """The attributes that a class of Lightning sets, of which a class of the user's can have
-    more."""
+    """The attributes that a class of Lightning sets, of which a user's class can have more."""
     bases = [each for each in kind.__mro__ if each.__module__.startswith(OTHERS)]
     functions = [each for base in bases for each in vars(base).values() if isinstance(each, FunctionType)]
     steps = [each for function in functions for each in dis.get_instructions(function)]
