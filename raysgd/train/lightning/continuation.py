@@ -144,7 +144,9 @@ class Continuation:
                 if isinstance(each, getattr(imported(".callbacks"), name, ())):
                     raise refused(f"{name}, {reason}", instead)
             if getattr(each, "save_on_exception", False):
-                raise refused("ModelCheckpoint(save_on_exception=True)", "leave that out: raysgd continues after a failure")
+                raise refused(
+                    "ModelCheckpoint(save_on_exception=True)", "leave that out: raysgd continues after a failure"
+                )
         if not hasattr(self.trainer, "val_check_interval"):
             raise refused("val_check_interval as a time", "give a number of batches, or a part of an epoch")
 
