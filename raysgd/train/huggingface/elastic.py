@@ -27,6 +27,7 @@ import signal
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from operator import length_hint
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -86,6 +87,7 @@ class Elastic(WeightsInMemory):
     """
 
     args: Any
+    accelerator: Any
     compute_loss_func: Any
     model_accepts_loss_kwargs: bool
     _adds_means = False  # of a step's micro-batches: transformers believes that `compute_loss` has divided them
@@ -147,11 +149,17 @@ class Elastic(WeightsInMemory):
         inner: Any = super()
         assert self.continuation is not None
         weight, self.current_gradient_accumulation_steps = self.continuation.begin_part()
-        self.weight = weight * self.scale
+        # Which steps overflow in fp16 must not depend on the ranks: the loss is divided as in the first attempt.
+        late = self.continuation.rank_ratio if self.accelerator.scaler is not None else 1.0
+        self.weight = weight * self.scale / late
         try:
-            return inner.training_step(model, inputs, *args, **kwargs)
+            loss = inner.training_step(model, inputs, *args, **kwargs)
         finally:
             self.weight = 1.0
+        if late == 1:
+            return loss
+        self.continuation.end_part(late)
+        return loss * late
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         inner: Any = super()
@@ -374,6 +382,13 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         if self._places is not None:
             self._places.enter(epoch=epoch + 1, offset=part.start)
         return part.weight, windows.count(step) / windows.ranks
+
+    def end_part(self, ratio: float) -> None:
+        """Multiply the gradients of a step, after its last part."""
+        if not length_hint(self._parts):
+            for each in self._stepped_parameters():
+                if each.grad is not None:
+                    each.grad.mul_(ratio)
 
     def begin_evaluation(self) -> None:
         """Called before an evaluation, which can come before the first epoch."""

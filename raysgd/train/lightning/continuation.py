@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +23,13 @@ from raysgd.train.lightning.foreign import FitState, Logs, replace_files
 from raysgd.train.lightning.package import imported
 from raysgd.train.session_functions import Session
 
+logger = logging.getLogger("raysgd")
+
 COMMIT = "raysgd's last commit"  # Lightning shows it as the path of a checkpoint
+OVERFLOWS = (
+    "Lightning trains with 16-mixed precision and %d of %d workers. Each one computes more samples at once, so other steps can overflow "
+    "and be skipped than with all of them. Use bf16-mixed if runs must be equal"
+)
 REFUSED = {  # callbacks, each with the reason and what to do instead
     "StochasticWeightAveraging": (
         "which Lightning resumes only between epochs",
@@ -128,7 +135,8 @@ class Continuation:
     # -- the fit ----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise ConfigError if the module cannot resume from a commit."""
+        """Raise ConfigError if the module cannot resume from a commit, or warn if its steps will be
+        others."""
         module = self.trainer.lightning_module
         if not module.automatic_optimization:
             raise refused("manual optimization", "use automatic_optimization with one optimizer")
@@ -149,6 +157,13 @@ class Continuation:
                 )
         if not hasattr(self.trainer, "val_check_interval"):
             raise refused("val_check_interval as a time", "give a number of batches, or a part of an epoch")
+        ranks, workers = self.rank_info.world_size, self._state["workers"]
+        if (
+            getattr(self.trainer.precision_plugin, "scaler", None)
+            and ranks != workers
+            and not self.rank_info.world_rank
+        ):
+            logger.warning(OVERFLOWS, ranks, workers)
 
     def _stepped_parameters(self) -> list[Any]:
         groups = [group for each in self.trainer.optimizers for group in each.param_groups]

@@ -85,7 +85,7 @@ def loss_of(outputs: dict[str, Any], labels: Any, num_items_in_batch: Any = None
 
 def without_labels(samples: list[dict[str, Any]]) -> dict[str, Any]:
     batch: dict[str, Any] = default_collate(samples)
-    return {**batch, "classes": batch.pop("labels")}
+    return {"classes": batch.pop("labels"), **batch}
 
 
 def make_model(kind: str, dropout: float = 0.0) -> Any:

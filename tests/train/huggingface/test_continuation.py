@@ -122,6 +122,41 @@ def test_a_worker_is_missing_from_the_beginning(rank: FunctionRank, tmp_path: Pa
     assert found["step"] == 6
 
 
+def train_scaled(config: dict[str, Any], backward: list[float]) -> dict[str, Any]:
+    """Train with a loss scaler, as in fp16, which transformers refuses on a CPU. Note the losses of which gradients are computed."""
+    trainer = make_trainer(config)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    own = trainer.accelerator.backward
+
+    def note(loss: Any, **options: Any) -> None:
+        backward.append(float(loss.detach()))
+        own(loss, **options)
+
+    trainer.accelerator.backward = note
+    prepare_trainer(trainer).train()
+    return result_of(trainer)
+
+
+@pytest.mark.parametrize(
+    ("given", "factor"),
+    [({"kind": "bert"}, 2), ({"kind": "llama"}, 2), ({"kind": "mean", "own_loss": True}, 1), ({"means": True}, 1)],
+)
+def test_which_steps_overflow_does_not_depend_on_the_ranks(
+    rank: FunctionRank, tmp_path: Path, given: dict[str, Any], factor: int
+) -> None:
+    """Both workers have the losses that each of them has with the other one: those of a process that has all parts, where they are
+    multiplied by the ranks or divided by the batches of a rank's step, times `factor`. The weights are those without a scaler."""
+    config = {**given, "samples": 48, "folder": str(tmp_path), "arguments": {"max_grad_norm": 0}}
+    all_parts = {**config, "arguments": {"max_grad_norm": 0, "gradient_accumulation_steps": 4}}
+    expected, backward = list[float](), list[float]()
+    rank.run(train_scaled, all_parts, expected, run=1)
+    unscaled = rank.run(train_func, config, run=2, workers=2)
+    found = rank.run(train_scaled, config, backward, run=3, workers=2)
+    assert backward[:4] == [loss * factor for loss in expected[:4]]
+    assert_equal(found, unscaled)
+    assert found["losses"] == unscaled["losses"]
+
+
 @pytest.mark.parametrize(("where", "step"), [("evaluation", 10), ("end", 0)])
 def test_early_stopping_and_the_best_model(rank: FunctionRank, tmp_path: Path, where: str, step: int) -> None:
     """At the end, the weights are already those of the best model, and the last commit has the newest ones."""

@@ -13,13 +13,16 @@ import torch
 pytest.importorskip("lightning")
 
 import lightning.pytorch as pl
+from lightning.pytorch.plugins import MixedPrecision
+from torch.utils.data import DataLoader
 
 from raysgd.core.control import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.elastic_state import Commit
+from raysgd.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
 from raysgd.train.session_functions import Attempt, Codec, Session, Stopped, running
-from tests.train.lightning.fits import assert_equal, fit
+from tests.train.lightning.fits import QUIET, Points, Recorded, assert_equal, fit
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -141,3 +144,17 @@ def test_sigterm_stays_raysgds(tmp_path: Path) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert found == [on_notice] * 3
+
+
+@pytest.mark.parametrize(
+    ("precision", "workers", "lines"), [("16-mixed", 2, 1), ("16-mixed", 1, 0), ("bf16-mixed", 2, 0)]
+)
+def test_fp16_while_workers_are_missing(
+    caplog: pytest.LogCaptureFixture, precision: Any, workers: int, lines: int
+) -> None:
+    plugins = [RayLightningEnvironment(), MixedPrecision(precision, "cpu")]
+    given = {"plugins": plugins, "accelerator": "cpu", "devices": 1, "max_epochs": 1, "limit_train_batches": 1}
+    with running(Recording(Commit(), [], workers=workers)):
+        trainer = prepare_trainer(pl.Trainer(strategy=RayDDPStrategy(), **{**QUIET, **given}))
+        trainer.fit(Recorded(), DataLoader(Points(8), batch_size=4))
+    assert caplog.text.count(f"with 16-mixed precision and 1 of {workers} workers") == lines
