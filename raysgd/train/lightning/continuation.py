@@ -100,7 +100,7 @@ class Continuation:
         checkpoint = {**self.checkpoint, "optimizer_states": [], "lr_schedulers": [], "loops": None}
         found = {"checkpoint": checkpoint, "rest": kept, "logged": measured[0][1]}
         found["measured"] = [each for each, _ in measured]
-        return {**found, "saved": ByReference(self.saved), "random": generator_states()}
+        return {**found, "saved": ByReference(self.saved), "random": ByReference(generator_states())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._found = state
@@ -188,7 +188,7 @@ class Continuation:
         after a resume is that of the last commit: another would let raysgd forget which reports are
         repeated."""
         if self._found:
-            set_generators(self._found["random"])
+            set_generators(self._found["random"].content)
             self.trainer.num_sanity_val_steps = self._sanity_steps
             self._found, self._batches = {}, 0
         elif self._batches >= self._every and batch % self.trainer.accumulate_grad_batches == 0:
