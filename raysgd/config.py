@@ -136,8 +136,6 @@ class ElasticConfig:
                      otherwise "per_worker": each worker keeps its batch size
     shares           how the `parts` of a `TorchTrainer` are dealt to its workers: "equal"; "speed":
                      in proportion to the speed of each; or a weight for each, such as [3, 1]
-    lr               with "per_worker" or "auto", how learning rates follow the number of workers:
-                     "linear", "sqrt" or None (not at all)
     snapshot_every   how often to take the snapshot that new processes start from when no worker is
                      left: "epoch", a number of batches, seconds as a float, or None
     on_divergence    what happens if the weights or the optimizers' settings of the ranks differ.
@@ -155,7 +153,6 @@ class ElasticConfig:
     grow: Grow = True
     batch: Literal["auto", "per_worker"] = "auto"
     shares: Literal["equal", "speed"] | Sequence[float] = "equal"
-    lr: Literal["linear", "sqrt"] | None = None
     snapshot_every: Literal["epoch"] | int | float | None = "epoch"
     hot_spares: int = 0
     on_divergence: Literal["warn", "raise"] | None = "warn"
@@ -172,12 +169,6 @@ class ElasticConfig:
             raise ConfigError(
                 f"shares must be 'equal', 'speed' or a list with a number above 0 for each worker, got {self.shares!r}"
             )
-        if is_real(self.lr):
-            raise ConfigError(
-                f"lr of ElasticConfig is a rule, 'linear', 'sqrt' or None, got {self.lr!r}. The learning rate itself is an argument of "
-                "the optimizer, which setup makes: torch.optim.SGD(model.parameters(), lr=config['lr'])"
-            )
-        one_of("lr", self.lr, "linear", "sqrt", None)
         one_of("on_divergence", self.on_divergence, "warn", "raise", None)
         if not (isinstance(self.grow, bool) or self.grow == "epoch"):
             raise ConfigError(f"grow must be True, False or 'epoch', got {self.grow!r}")
@@ -197,15 +188,12 @@ def refuse_comparison(elastic: ElasticConfig, why: str) -> None:
         )
 
 
-def refuse_of_torch(elastic: ElasticConfig, why: str) -> None:
-    """Raise ConfigError if `lr` is set where raysgd does not scale learning rates, or `shares`
-    where it divides no batch into parts."""
+def refuse_shares(elastic: ElasticConfig) -> None:
+    """Raise ConfigError if `shares` is set where raysgd divides no batch into parts."""
     if elastic.shares != "equal":
         raise ConfigError(
             f"ElasticConfig(shares={elastic.shares!r}) is for TorchTrainer, which divides a batch into parts: leave shares out"
         )
-    if elastic.lr is not None:
-        raise ConfigError(f"ElasticConfig(lr={elastic.lr!r}) is for TorchTrainer: {why}. Leave lr out")
 
 
 @dataclass(frozen=True, kw_only=True)

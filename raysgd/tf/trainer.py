@@ -21,7 +21,7 @@ from raysgd.config import (
     at_least,
     check_flags,
     refuse_comparison,
-    refuse_of_torch,
+    refuse_shares,
 )
 from raysgd.core.protocols import Call
 from raysgd.errors import ConfigError, shown
@@ -334,7 +334,7 @@ def _resolve_num_workers(num_replicas: int | None, num_workers: int | None) -> i
 
 def _check_elastic(elastic: ElasticConfig) -> None:
     """Raise ConfigError for fields that have no effect here."""
-    refuse_of_torch(elastic, OF_ALL_WORKERS)
+    refuse_shares(elastic)
     refuse_comparison(elastic, "a TFTrainer does not compare them")
     if elastic.batch != "auto":
         raise ConfigError(

@@ -281,13 +281,8 @@ class KeepBatch(Policy):
 
 def _why_not(settings: TorchSettings) -> Violation | None:
     """Find what the trainer's arguments have against parts."""
-    elastic, options = settings.elastic, settings.options
+    options = settings.options
     for applies, *said in (
-        (
-            elastic.lr is not None,
-            f"lr={elastic.lr!r} scales the learning rates for each worker's batch",
-            "leave lr out",
-        ),
         (options.parallel is None, "with parallel=None, the operator averages the gradients", "leave parallel out"),
         (options.gradients == "ranks", "gradients='ranks' is not a mean over samples", "leave gradients out"),
         (options.precision == "apex", "Apex steps copies of the weights", "use precision='fp16' or 'bf16'"),

@@ -52,11 +52,9 @@ from raysgd.torch.step_options import (
     Hold,
     KeepMetrics,
     KeepSettings,
-    Rates,
     ReadAfterLaunch,
     WatchAttributes,
     samples_in,
-    scaling,
 )
 from raysgd.torch.weights import Counted, Weigh, counted_by_criterion, counted_by_model
 from raysgd.torch.whole_gradients import WholeGradients
@@ -137,9 +135,8 @@ class TrainingOperator(Scheduling):
         internals = TorchInternals(settings, rank_info, parts, make_meter=make_meter)
         super().__init__(config, internals)
         internals.monitor = Monitor(settings.measures, parts)
-        rule, usual, sharded = settings.elastic.lr, settings.num_workers, settings.options.parallel == "fsdp"
+        sharded = settings.options.parallel == "fsdp"
         self._whole = WholeGradients(parts, sharded=sharded) if settings.asynchronous else None
-        self._rates = None if rule is None else Rates(lambda: scaling(rule, internals.rank_info.world_size, usual))
         internals.profiler = None if settings.profiler is None else Profiler(settings.profiler)
         internals.weigh = self._make_weigh(settings)
         own: Any = type(self).metrics  # which can be an attribute of older code, and not the hook
@@ -213,7 +210,6 @@ class TrainingOperator(Scheduling):
                 on_cpu and settings.distributed and settings.wrap_ddp,
                 DuringExchange(parts, self.timers, internals.pace, reads=not alone),
             ),
-            (self._rates is not None, self._rates),
             (bool(own) and not self._has_own_steps, self._attributes),
             (internals.profiler is not None, internals.profiler),
             (True, internals.part_states),
@@ -466,13 +462,11 @@ class TrainingOperator(Scheduling):
         if self._whole is not None:
             self._whole.require_hooks(parts.optimizers)
         if self._settings.adds_parts or not self._has_own_steps:
-            self._watch_steps(parts.optimizers)  # before others, which change gradients and rates
+            self._watch_steps(parts.optimizers)  # before others, which change gradients
         if self._internals.split_parts is not None:
             self._internals.split_parts.watch(parts.optimizers)
         parts.averages.watch(parts.models, parts.optimizers, precision=parts.options.precision)
-        if self._rates is not None:
-            self._rates.watch(parts.optimizers)
-        self._internals.monitor.watch(clips_itself=self._has_own_steps)  # after the hook that scales what it measures
+        self._internals.monitor.watch(clips_itself=self._has_own_steps)
 
     def _warn_of_parts(self, *parts: Any) -> None:
         if self._parts.registered:

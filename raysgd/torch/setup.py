@@ -49,9 +49,6 @@ ONE_COPY = (
     "unless load() has given it a file to begin with again. Pass TrainingOptions(replicas=2), so that the other workers continue in "
     "place, or checkpoints=AutoCheckpoint(...), so that they continue from the newest checkpoint"
 )
-NO_RULE = (
-    "ElasticConfig(lr=%r) has no effect with num_workers=1: learning rates follow the number of workers, which stays 1"
-)
 NOT_NAMED = (
     "a trainer with name= cannot read a Ray Dataset: the process that reads it ends with the script. Leave out the name, or pass a "
     "DataLoader or a raysgd.data.ShardedStream"
@@ -71,10 +68,8 @@ REMOVED = {
 }
 
 
-def warn_without_effect(use_local: bool, serialize_data_creation: bool, rule: str | None, num_workers: int) -> None:
-    """Warn about arguments that have no effect here: two of RaySGD, and a rule for rates."""
-    if rule is not None and num_workers == 1:
-        logger.warning(NO_RULE, rule)
+def warn_without_effect(use_local: bool, serialize_data_creation: bool, num_workers: int) -> None:
+    """Warn about arguments of RaySGD that have no effect here."""
     if use_local and num_workers != 1:
         warnings.warn(
             "use_local=True has no effect with several workers: no rank runs in this process. get_local_operator() returns "

@@ -143,7 +143,7 @@ class TorchTrainer(TrainerBase):
         check_common(training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic)
         options = TrainingOptions.checked(options).resolved(wrap_ddp=wrap_ddp, use_fp16=use_fp16)
         folder, elastic = opened_folder(checkpoints, resume, ".pt"), elastic or ElasticConfig()
-        setup.warn_without_effect(use_local, serialize_data_creation, elastic.lr, num_workers)
+        setup.warn_without_effect(use_local, serialize_data_creation, num_workers)
         shown, worker_config = setup.per_worker_config(config, num_workers)
         reserved = num_cpus_per_worker, use_gpu, resources_per_worker
         resources, of_process = setup.place_workers(num_workers, name is not None, use_ray, *reserved)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raysgd.config import ElasticConfig, WorkerResources, at_least, refuse_comparison, refuse_of_torch
+from raysgd.config import ElasticConfig, WorkerResources, at_least, refuse_comparison, refuse_shares
 from raysgd.errors import ConfigError
 from raysgd.storage.locations import place
 from raysgd.storage.remote import Uri
@@ -45,7 +45,7 @@ class FunctionWorkers:
     def __post_init__(self) -> None:
         at_least("num_workers", self.num_workers, 1, whole=True)
         check_failure_limit("max_retries", self.max_retries)
-        refuse_of_torch(self.elastic, "a training function owns its optimizers")
+        refuse_shares(self.elastic)
         refuse_comparison(self.elastic, "a training function owns its models, so nothing else knows them")
 
     @property

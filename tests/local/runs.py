@@ -24,7 +24,6 @@ def train(
     num_workers: int | None = None,
     options: TrainingOptions | None = None,
     batch: Any = "per_worker",
-    lr: Any = None,
     rows: Any = None,
     look: Callable[[TorchTrainer, list[Any]], Any] = lambda trainer, results: None,
     **arguments: Any,
@@ -46,7 +45,7 @@ def train(
             num_workers=num_workers or schedule[0][1],
             options=options,
             use_gpu=False,
-            elastic=ElasticConfig(batch=batch, lr=lr, grow=False),
+            elastic=ElasticConfig(batch=batch, grow=False),
             **{"scheduler_step_freq": "batch", **arguments},
         ) as trainer:
             for steps, ranks in schedule:

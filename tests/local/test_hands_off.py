@@ -65,7 +65,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "channels_last": {"options": TrainingOptions(channels_last=True)},
     "per_worker": {"elastic": ElasticConfig(batch="per_worker", grow=False)},
     "global": {"elastic": ElasticConfig(grow=False)},
-    "lr": {"elastic": ElasticConfig(batch="per_worker", lr="linear", grow=False)},
     "epochs": {"scheduler_step_freq": "epoch"},
     "manual": {"scheduler_step_freq": "manual"},
     "monitors": {"callbacks": [EMA(0.9), LearningRateMonitor(), GradientNormMonitor(), Throughput()]},

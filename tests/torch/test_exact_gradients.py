@@ -236,6 +236,28 @@ def test_samples_that_a_rank_repeats_contribute_nothing(direct: bool) -> None:
     close(train(Repeats, {"rows": 13, "batch": 2}, [(None, 3)]), train(Curve, {"rows": 13, "batch": 6}, [(None, 1)]))
 
 
+class Rescales(Curve):
+    def resized(self, old_world_size: int, new_world_size: int) -> None:
+        self.optimizer.param_groups[0]["lr"] *= new_world_size / old_world_size
+
+
+def test_batches_of_workers_with_a_rate_that_resized_chooses() -> None:
+    mine = train(Rescales, {"rows": 44, "batch": 2}, [(2, 4), (2, 2), (1, 6), (None, 4)])
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    x = torch.randn(44, 3, generator=torch.Generator().manual_seed(7)).double()
+    y, start, rate = (3 * x).sin().sum(1, keepdim=True), 0, 0.2
+    for workers in [4, 4, 2, 2, 6, 4]:
+        optimizer.param_groups[0]["lr"] = rate * workers / 4
+        optimizer.zero_grad()
+        rows = slice(start, start + 2 * workers)
+        nn.functional.mse_loss(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+        start, rate = rows.stop, rate * 0.9
+    close(mine, nn.utils.parameters_to_vector(model.parameters()).detach())
+
+
 def test_a_loss_that_is_a_sum_is_refused() -> None:
     class Sums(Curve):
         def loss(self) -> Any:

@@ -267,11 +267,11 @@ def test_attributes_that_setup_creates_are_not_stored(tmp_path: Path) -> None:
 
 
 def test_a_setting_that_functions_refuse_leaves_no_directory(tmp_path: Path) -> None:
-    scaling = ScalingConfig(elastic=ElasticConfig(lr="linear"))
+    scaling = ScalingConfig(elastic=ElasticConfig(shares="speed"))
     trainer = train.DataParallelTrainer(
         lambda: None, scaling_config=scaling, run_config=RunConfig(storage_path=tmp_path)
     )
-    with pytest.raises(ConfigError, match="a training function owns its optimizers"):
+    with pytest.raises(ConfigError, match="for TorchTrainer, which divides a batch into parts"):
         trainer.fit()
     assert not list(tmp_path.iterdir())
 
