@@ -9,8 +9,8 @@ from copy import copy
 from typing import Any
 
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES, WEIGHT
-from raysgd.core.metrics import WeightedMean, check_metric, is_in_range, out_of_range
-from raysgd.errors import counted, shown
+from raysgd.core.metrics import WeightedMean, check_name, is_in_range, out_of_range
+from raysgd.errors import shown
 
 # A float cannot represent every integer above this, so a larger weight is treated as a float.
 _MOST_SAMPLES = 1 << 53
@@ -39,13 +39,7 @@ class AverageMeter:
 
     def update(self, val: Any, n: float = 1) -> None:
         """Add `val`, a number or a one-element tensor, with weight `n`."""
-        number = _number(val)
-        if number is None:
-            raise TypeError(
-                f"a meter averages numbers and one-element tensors, not {type(val).__name__} ({shown(val)}). "
-                "Use AverageMeterCollection to keep other values beside numbers."
-            )
-        if self._add(number, _weight(n)):
+        if self._add(_number(val), _weight(n)):
             self._settle()
 
     @property
@@ -106,17 +100,13 @@ class AverageMeterCollection:
     """Meters by metric name, with the count of batches and samples. A metric counts the samples of
     its batch; a pair `(value, weight)` counts its weight.
 
-    Owns the sums of one worker, and never communicates with other workers. Values that are not
-    numbers (text, dictionaries, None, arrays) are not averaged: the latest one is reported. If a
-    metric is sometimes a number, only its numbers count. Metrics named `batch_count` or
-    `num_samples` are not reported, because the collection reports its own."""
+    Owns the sums of one worker, and never communicates with other workers. Metrics named
+    `batch_count` or `num_samples` are not reported, because the collection reports its own."""
 
     def __init__(self) -> None:
         self.batch_count = 0
         self.num_samples: float = 0
         self._meters: dict[str, AverageMeter] = {}
-        self._others: dict[str, Any] = {}
-        self._changing: set[str] = set()  # texts that were not the same in all batches
         self.counts: set[str] = set()  # metrics that are most likely (a count, the number of samples)
 
     def update(self, metrics: Mapping[str, Any], n: float = 1) -> None:
@@ -152,12 +142,10 @@ class AverageMeterCollection:
             self.update(metrics, n=n)
         self.batch_count -= len(parts) - 1
         for name in parts[-1][0] if len(parts) > 1 else ():
-            found = [_weighted(name, metrics.get(name), n) for metrics, n in parts if n]
+            found = [_weighted(name, metrics[name], n) for metrics, n in parts if n and name in metrics]
             # A weight on the device is not read.
-            numbers = [
-                (number, n) for number, n in found if number is not None and (not isinstance(n, (float, int)) or n)
-            ]
-            if numbers and name in self._meters:
+            numbers = [(number, n) for number, n in found if not isinstance(n, (float, int)) or n]
+            if numbers:
                 self._meters[name]._last = sum(number * n for number, n in numbers) / sum(n for _, n in numbers)
 
     def summary(self) -> dict[str, Any]:
@@ -172,42 +160,23 @@ class AverageMeterCollection:
                 # If the user has a metric of this name, that one is reported.
                 if f"last_{name}" not in self._meters:
                     result[f"last_{name}"] = meter.val
-        for name, value in self._others.items():
-            if name not in reserved:
-                result.setdefault(name, value.cpu() if _is_tensor(value) else value)
         return result
-
-    @property
-    def texts(self) -> list[str]:
-        """The metrics that were other numbers in each batch, in a text."""
-        return [name for name in self._changing if _reads_as_number(self._others.get(name))]
-
-    @property
-    def mixed(self) -> list[str]:
-        """The metrics that were numbers in some batches only, and not None in the others."""
-        return [name for name, value in self._others.items() if name in self._meters and value is not None]
 
     def copy(self) -> AverageMeterCollection:
         """Return one with the same numbers, which another thread may read."""
         other = copy(self)
         other._meters = {name: each.copy() for name, each in self._meters.items()}
-        other._others = dict(self._others)
         return other
 
     def _update_one(self, name: str, value: Any, n: float) -> None:
         weighted = type(value) is tuple or hasattr(value, WEIGHT)
         samples = n
-        number, n = _weighted(name, value, n) if weighted else (_number(value, name), n)
+        if name not in self._meters:
+            check_name(name)
+        number, n = _weighted(name, value, n)
         is_count = weighted and type(number) is int and 1 < number <= samples == n
         if is_count and any(each in str(name).lower() for each in ("acc", "correct")):
             self.counts.add(name)
-        if name not in self._meters and name not in self._others:
-            check_metric(name, value)  # only once, because later batches return the same kind of value
-        if number is None:
-            if isinstance(value, str) and self._others.get(name, value) != value:
-                self._changing.add(name)
-            self._others[name] = value.detach() if _is_tensor(value) else value
-            return
         if name not in self._meters:
             self._meters[name] = AverageMeter()
         # The mean over an empty batch, often NaN, is not the latest value.
@@ -241,58 +210,50 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _number(value: Any, name: Any = None, *, copied: bool = True) -> Any:
-    """A Python number, a one-element tensor on its device, or None. The tensor is `copied` if the
-    step may write to it later."""
+    """A Python number, or a one-element tensor on its device. The tensor is `copied` if the step
+    may write to it later. Raise TypeError if the value is no number."""
     if type(value) in (float, bool):
         return value
     if _is_tensor(value):
         if value.numel() != 1 or value.is_complex():
-            return None
+            raise _no_number(value, name)
         if getattr(value, "is_meta", False):
             raise ValueError(f"{_named(name)} is a tensor on the device 'meta', which holds no data: return its value")
         if not value.is_cpu:
             return value.detach().clone() if copied else value
     try:
-        if hasattr(value, "item"):
-            value = value.item()
-        # float("3") would succeed, but text is not a measurement
-        number = value if isinstance(value, (float, int)) else None if isinstance(value, _TEXT) else float(value)
+        number = value.item() if hasattr(value, "item") else value
+        if not isinstance(number, (float, int, *_TEXT)):  # float("3") would succeed, but a text is not a measurement
+            number = float(number)
     except OverflowError:
         raise out_of_range(_named(name), value) from None
     except Exception:  # an array of several elements, None, or a user's object that raises an error
-        return None
+        raise _no_number(value, name) from None
+    if isinstance(number, _TEXT):
+        raise _no_number(value, name)
     if isinstance(number, int) and not is_in_range(number):
         raise out_of_range(_named(name), number)
     return number
 
 
-def _reads_as_number(text: Any) -> bool:
-    try:
-        float(str(text).rstrip("% "))
-    except ValueError:
-        return False
-    return True
+def _no_number(value: Any, name: Any) -> TypeError:
+    return TypeError(
+        f"{_named(name)} is no number, got {shown(value)} of type {type(value).__name__}: return numbers, each under its "
+        "own name, or a pair (value, weight)"
+    )
 
 
 def _weighted(name: Any, value: Any, n: float) -> tuple[Any, Any]:
-    """A metric's number and weight, in a batch of `n` samples. The number is None if it is not
-    one."""
+    """A metric's number and weight, in a batch of `n` samples."""
     if hasattr(value, WEIGHT):
-        value = (value, getattr(value, WEIGHT))
-        numbers = [_number(value[0], name), _number(value[1], copied=False)]
+        number, weight = _number(value, name), _number(getattr(value, WEIGHT), copied=False)
+    elif type(value) is tuple and len(value) == 2:
+        number, weight = (_number(each, name) for each in value)
     else:
-        numbers = [_number(each, name) for each in value] if type(value) is tuple else []
-    if numbers and all(each is not None for each in numbers):
-        if len(numbers) != 2:
-            raise ValueError(
-                f"{_named(name)} is a tuple of {counted(len(numbers), 'number')}, got {shown(value)}: return a pair, "
-                "(value, weight), for a mean that is weighted by that, or a list"
-            )
-        number, weight = numbers
-        if n and isinstance(weight, (float, int)):
-            weight = _weight(weight, f"the weight of {_named(name)} (return two other numbers as a list)")
-        return number, weight if n else 0
-    return _number(value, name), n
+        return _number(value, name), n
+    if n and isinstance(weight, (float, int)):
+        weight = _weight(weight, f"the weight of {_named(name)} (return two other numbers under two names)")
+    return number, weight if n else 0
 
 
 def _named(name: Any) -> str:

@@ -22,8 +22,8 @@ from raysgd.errors import ConfigError, close_to, shown
 SKIPPED = "skipped_steps"
 LARGEST = sys.float_info.max
 DEEPEST = 100
-# Limits on the metrics in a progress message: characters of one text, of all metrics, bits of one integer.
-LONGEST_TEXT, LONGEST_BRIEF, LARGEST_INT_BITS = 200, 64_000, 64
+# Limits on the metrics in a progress message: characters of one name, of all metrics, bits of one integer.
+LONGEST_NAME, LONGEST_BRIEF, LARGEST_INT_BITS = 200, 64_000, 64
 # What the callback Throughput measures in a worker: sums over a call.
 SECONDS = {"data": "data_seconds", "compute": "compute_seconds", "communication": "communication_seconds"}
 # Names in results that raysgd gives itself. An operator's own loop may count the batches and what it left out.
@@ -107,15 +107,20 @@ def check_metrics(result: Mapping[Any, Any], *, of: str) -> None:
 
 def check_metric(name: Any, value: Any) -> None:
     """Raise TypeError for a name that is not a string, ValueError for an unusable value."""
+    check_name(name)
+    if isinstance(value, Rational) and not is_in_range(value):
+        raise out_of_range(f"the metric {name!r}", value)
+    if isinstance(value, (Mapping, list, tuple, Set)):
+        _check_nested(name, value, set(), 1)
+
+
+def check_name(name: Any) -> None:
+    """Raise TypeError for the name of a metric that is not a string."""
     if not isinstance(name, str):
         example = f"use a string, such as {shown(str(name), 40)}" if isinstance(name, (int, float)) else "use a string"
         raise TypeError(
             f"the name of a metric must be a string, got {shown(name)} of type {type(name).__name__}: {example}"
         )
-    if isinstance(value, Rational) and not is_in_range(value):
-        raise out_of_range(f"the metric {name!r}", value)
-    if isinstance(value, (Mapping, list, tuple, Set)):
-        _check_nested(name, value, set(), 1)
 
 
 def is_in_range(number: Any) -> bool:
@@ -128,7 +133,7 @@ def out_of_range(what: str, number: Any) -> ValueError:
     size = f" of {number.bit_length()} bits" if isinstance(number, int) else ""
     return ValueError(
         f"{what} is a number{size} that no float can hold. Metrics are averaged as floats, so numbers must lie between "
-        f"-{LARGEST:.2g} and {LARGEST:.2g}: return float('inf'), a logarithm, or the digits as a string"
+        f"-{LARGEST:.2g} and {LARGEST:.2g}: return float('inf') or a logarithm"
     )
 
 
@@ -167,17 +172,13 @@ def briefly(measured: Measured | None) -> Measured | None:
 
 
 def brief(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a result that progress messages contain: its counts, and numbers and short
-    strings, 64,000 characters at most.
-
-    Everything else (long strings, tables, more metrics than that) reaches the driver with the
-    call's result.
-    """
+    """The part of a result that progress messages contain: its counts and other numbers, 64,000
+    characters at most. The rest reaches the driver with the call's result."""
     kept: dict[str, Any] = {}
     size = 0
     for name in dict.fromkeys(("epoch", BATCH_COUNT, NUM_SAMPLES, SKIPPED, *result)):
-        value = _plain_or_none(result.get(name))
-        if value is not None and isinstance(name, str) and len(name) <= LONGEST_TEXT:
+        value = _number_or_none(result.get(name))
+        if value is not None and isinstance(name, str) and len(name) <= LONGEST_NAME:
             size += len(name) + len(repr(value))
             if size > LONGEST_BRIEF:
                 break
@@ -185,17 +186,15 @@ def brief(result: Mapping[str, Any]) -> dict[str, Any]:
     return {str.__str__(name): kept[name] for name in result if name in kept}
 
 
-def _plain_or_none(value: Any) -> Any:
-    """A number or a short string as Python's own, which needs no import, or None."""
+def _number_or_none(value: Any) -> Any:
+    """A number as Python's own, which needs no import, or None."""
     if type(value).__module__ == "numpy" and isinstance(value, Real):
         value = value.item()  # type: ignore[attr-defined]
     if isinstance(value, bool):
         return value
     if isinstance(value, int):
         return int(value) if value.bit_length() <= LARGEST_INT_BITS else None
-    if isinstance(value, float):
-        return float(value)
-    return str.__str__(value) if isinstance(value, str) and len(value) <= LONGEST_TEXT else None
+    return float(value) if isinstance(value, float) else None
 
 
 def numbers(result: Mapping[str, Any]) -> Result:

@@ -3,7 +3,6 @@ counting. Worker."""
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,16 +20,10 @@ from raysgd.training.internals import Internals
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.step import Step
 
-SEVERAL = (
-    "these metrics have several numbers, and raysgd averages single ones only: %s. The result has what rank 0 returned for its last "
-    "batch. Return each number under its own name, or register a TorchMetrics object"
-)
-MIXED = "these metrics were not numbers in some batches: %s. Their means leave those batches out. Return a number, or None, in each batch"
 COUNTS = (
     "these metrics are pairs of whole numbers, with the number of samples second: %s. raysgd reads a pair as (mean, weight), so the "
     "result is the weighted mean of the first numbers. For the share of correct samples, return correct / total"
 )
-TEXTS = "these metrics are numbers in a text: %s. raysgd does not average texts, so the result has that of the last batch. Return numbers"
 LENGTH_OF_PARTS = (
     "%s returned num_samples=%d, which is the length of the batch itself, such as (features, target), but it has %d samples. Return "
     "len(target), or leave num_samples out"
@@ -417,18 +410,11 @@ class OperatorBase:
                 self._internals.warn_once(OTHER_NAME, argument, meant)
 
     def _summary(self) -> dict[str, Any]:
-        """Collect what the loop has measured. Warn of what cannot be averaged."""
+        """Collect what the loop has measured. Warn of means that users may misread."""
         meter = self._internals.meter
         found = dict(meter.summary())
-        shapes = {name: getattr(value, "shape", ()) for name, value in found.items()}
-        several = [name for name, shape in shapes.items() if isinstance(shape, tuple) and math.prod(shape) != 1]
-        if mixed := meter.mixed:
-            self._internals.warn_once(MIXED, ", ".join(mixed))
-        for text, names in {COUNTS: sorted(meter.counts), TEXTS: meter.texts}.items():
-            if names:
-                self._internals.warn_once(text, ", ".join(names))
-        if several:
-            self._internals.warn_once(SEVERAL, ", ".join(several))
+        if meter.counts:
+            self._internals.warn_once(COUNTS, ", ".join(sorted(meter.counts)))
         if found[BATCH_COUNT] and not found[NUM_SAMPLES]:
             self._internals.warn_once(NO_SAMPLES)
         return found

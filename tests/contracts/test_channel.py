@@ -310,15 +310,15 @@ class Level(int, Enum):
     TWO = 2
 
 
-def test_progress_messages_contain_only_short_values() -> None:
-    plain = {"epoch": 3, "loss": 0.5, "note": "fine", "done": True, "batch_count": 7, "num_samples": 28}
-    other = {"long": "x" * 10_000, "nested": [[1]], "large": 2**70, 5: 1.0, "n" * 300: 1.0, "none": None}
+def test_progress_messages_contain_only_numbers() -> None:
+    plain = {"epoch": 3, "loss": 0.5, "done": True, "batch_count": 7, "num_samples": 28}
+    other = {"note": "fine", "nested": [[1]], "large": 2**70, 5: 1.0, "n" * 300: 1.0, "none": None}
     assert brief({**plain, **other}) == plain
     numpy = {"loss": np.float32(0.5), "epoch": np.int64(3), "best": np.bool_(True), "array": np.ones(2)}
     assert json.dumps(brief(numpy)) == '{"loss": 0.5, "epoch": 3}'
-    own = brief({Kind.NAME: Kind.NAME, "f": np.float64(1.5), "level": Level.TWO})
-    assert own == {"name": "name", "f": 1.5, "level": 2}
-    assert [type(each) for each in (*own, *own.values())] == [str] * 3 + [str, float, int]
+    own = brief({Kind.NAME: True, "f": np.float64(1.5), "level": Level.TWO})
+    assert own == {"name": True, "f": 1.5, "level": 2}
+    assert [type(each) for each in (*own, *own.values())] == [str] * 3 + [bool, float, int]
     many = brief({**{f"metric-{n}": float(n) for n in range(100_000)}, **plain})
     assert len(json.dumps(many)) < 100_000 and len(many) > 1000
     assert (many["epoch"], many["batch_count"], many["num_samples"]) == (3, 7, 28), "counts are always included"

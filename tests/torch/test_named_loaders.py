@@ -29,7 +29,7 @@ class Both(Line):
         return {**super().loaders(config), "validation_loader": both, "test_loader": {"long": both["long"]}}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        return super().validate_batch(batch, batch_info) | {"rows": len(batch[0]), "name": batch_info["loader"]}
+        return super().validate_batch(batch, batch_info) | {"rows": len(batch[0]), "letters": len(batch_info["loader"])}
 
 
 def losses(trainer: Any) -> dict[str, Any]:
@@ -47,12 +47,12 @@ def test_of_one_worker() -> None:
         found = trainer.validate()
         assert (found["num_samples"], found["batch_count"]) == (14, 8)
         for name, loss in losses(trainer).items():
-            assert found[f"val_{name}_loss"] == loss and found[f"val_{name}_name"] == name
+            assert found[f"val_{name}_loss"] == loss and found[f"val_{name}_letters"] == len(name)
         assert found["val_short_rows"] == pytest.approx(5 / 3) and found["val_long_rows"] == pytest.approx(21 / 11)
         assert found["last_val_short_rows"] == found["last_val_long_rows"] == 1
-        own = ("loss", "accuracy", "rows", "name")
+        own = ("loss", "accuracy", "rows", "letters")
         names = {f"{last}val_{loader}_{name}" for loader in SIZES for name in own for last in ("", "last_")}
-        assert set(found) == {"num_samples", "batch_count", *names} - {f"last_val_{each}_name" for each in SIZES}
+        assert set(found) == {"num_samples", "batch_count", *names}
         assert trainer.history[-1]["val_long_loss"] == found["val_long_loss"]
         assert trainer.validate(reduce_results=False) == [found]
         tested = trainer.test()

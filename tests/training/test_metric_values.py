@@ -71,22 +71,30 @@ def endless() -> list[Any]:
     return value
 
 
-REFUSED = {
+Invalid = dict[str, tuple[Callable[[], Any], type[Exception], str]]
+REFUSED: Invalid = {
     "number as a name": (lambda: {1: 1.0}, TypeError, "name of a metric must be a string, got 1 of type int"),
     "tuple as a name": (lambda: {("a", "b"): 1.0}, TypeError, r"got \('a', 'b'\) of type tuple"),
     "integer beyond floats": (lambda: {"m": 10**400}, ValueError, "the metric 'm' is a number of 1329 bits"),
     "fraction beyond floats": (lambda: {"m": fractions.Fraction(10**400)}, ValueError, "'m' is a number"),
+}
+REFUSED_OF_EPOCHS: Invalid = {
     "integer beyond floats, inside": (lambda: {"m": {"x": [10**400]}}, ValueError, "a number in the metric 'm'"),
     "contains itself": (lambda: {"m": endless()}, ValueError, "'m' contains itself"),
 }
-# The value that is returned, and what is expected in the result: None for any value.
-KEPT: dict[str, tuple[Callable[[], Any], Any]] = {
+# From an epoch or from a batch: the value that is returned, and what is expected in the result.
+NUMBERS: dict[str, tuple[Callable[[], Any], Any]] = {
     "nan": (lambda: math.nan, "nan"),
     "large integer": (lambda: 10**300, 1e300),
     "decimal": (lambda: decimal.Decimal("1.5"), 1.5),
-    "signalling decimal": (lambda: decimal.Decimal("sNaN"), None),
     "numpy half": (lambda: np.float16(2), 2.0),
     "0-dim tensor": (lambda: torch.tensor(2.5), 2.5),
+}
+# From an epoch alone, because a batch returns numbers. None: any value is expected.
+OTHERS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "none": (lambda: None, "None"),
+    "text": (lambda: "3", "3"),
+    "signalling decimal": (lambda: decimal.Decimal("sNaN"), None),
     "large tensor": (lambda: torch.ones(1000), None),
     "empty tensor": (lambda: torch.zeros(0), None),
     "nested": (lambda: {1: {(2, 3): [4, {5}]}}, {1: {(2, 3): [4, {5}]}}),
@@ -107,9 +115,10 @@ def results(operator: type[Measuring], metrics: Any) -> Iterator[Callable[[], An
     yield trainer.validate
 
 
-@pytest.mark.parametrize(("made", "kind", "text"), REFUSED.values(), ids=REFUSED.keys())
-def test_invalid_metrics_are_refused_by_name(made: Callable[[], Any], kind: type[Exception], text: str) -> None:
-    for operator in (Measuring, MeasuringEpochs):
+@pytest.mark.parametrize("name", [*REFUSED, *REFUSED_OF_EPOCHS])
+def test_invalid_metrics_are_refused_by_name(name: str) -> None:
+    made, kind, text = (REFUSED | REFUSED_OF_EPOCHS)[name]
+    for operator in (Measuring, MeasuringEpochs) if name in REFUSED else (MeasuringEpochs,):
         for call in results(operator, made()):
             with pytest.raises(kind, match=text) as caught:
                 call()
@@ -135,9 +144,19 @@ def test_an_invalid_number_of_samples_is_refused(samples: Any) -> None:
             call()
 
 
-@pytest.mark.parametrize(("made", "expected"), KEPT.values(), ids=KEPT.keys())
-def test_valid_metrics_are_in_the_result(made: Callable[[], Any], expected: Any) -> None:
-    for operator in (Measuring, MeasuringEpochs):
+@pytest.mark.parametrize("made", [made for made, _ in OTHERS.values()], ids=OTHERS.keys())
+def test_what_is_no_number_is_refused_at_the_first_batch(made: Callable[[], Any]) -> None:
+    for call in results(Measuring, {"fine": 0.5, "m": made()}):
+        with pytest.raises(
+            TypeError, match=r"(?s)Measuring\.\w+_batch.* the metric 'm' is no number, .*return numbers"
+        ):
+            call()
+
+
+@pytest.mark.parametrize("name", [*NUMBERS, *OTHERS])
+def test_valid_metrics_are_in_the_result(name: str) -> None:
+    made, expected = (NUMBERS | OTHERS)[name]
+    for operator in (Measuring, MeasuringEpochs) if name in NUMBERS else (MeasuringEpochs,):
         for call in results(operator, {"m": made(), "fine": 0.5}):
             result = call()
             assert result["fine"] == 0.5 and "m" in result
@@ -145,7 +164,7 @@ def test_valid_metrics_are_in_the_result(made: Callable[[], Any], expected: Any)
                 assert str(result["m"]) == str(expected) or result["m"] == expected
 
 
-NUMBERS = st.one_of(
+NUMERIC = st.one_of(
     st.integers(),
     st.integers(min_value=-(10**420), max_value=10**420),
     st.floats(),
@@ -155,7 +174,7 @@ NUMBERS = st.one_of(
     st.complex_numbers(),
     st.sampled_from([np.float16("nan"), np.float64("inf"), np.int8(-3), np.bool_(True), np.datetime64(1, "s")]),
 )
-SCALARS = st.one_of(NUMBERS, st.none(), st.text(max_size=50), st.binary(max_size=20))
+SCALARS = st.one_of(NUMERIC, st.none(), st.text(max_size=50), st.binary(max_size=20))
 KEYS = st.one_of(st.integers(), st.floats(), st.booleans(), st.none(), st.text(max_size=8), st.binary(max_size=3))
 ARRAYS = st.sampled_from(
     [torch.zeros(()), torch.zeros(0), torch.ones(2, 3), torch.tensor(1j), np.zeros(3), np.array(1)]
@@ -185,10 +204,10 @@ def test_any_metrics_give_a_result_or_a_clear_error(metrics: Any, samples: Any, 
 
 def test_writers_accept_every_value_in_a_result(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Callbacks get every value that was returned, and none of them may fail because of it."""
-    trainer = inline(Measuring, callbacks=[JsonLinesCallback(), CSVCallback()], logdir=tmp_path)
+    trainer = inline(MeasuringEpochs, callbacks=[JsonLinesCallback(), CSVCallback()], logdir=tmp_path)
     operator: Any = trainer.get_local_operator()
     with caplog.at_level(logging.ERROR, logger="raysgd"), trainer:
-        operator.metrics = {name: made() for name, (made, _) in KEPT.items()}
+        operator.metrics = {name: made() for name, (made, _) in (NUMBERS | OTHERS).items()}
         trainer.train()
         assert "large integer" in repr(trainer.history)
     assert [record.getMessage() for record in caplog.records] == []
@@ -211,16 +230,16 @@ LARGE: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 class OnOneRank(Line):
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
-        found = super().train_batch(batch, batch_info)
-        return {**found, **batch_info["metrics"]} if self.world_rank == 1 else found
+    def train_epoch(self, iterator: Any, info: dict[str, Any]) -> Any:
+        found = super().train_epoch(iterator, info)
+        return {**found, **info["metrics"]} if self.world_rank == 1 else found
 
 
 def test_the_rank_that_returned_it_is_named_and_values_of_any_size_arrive(ray_cluster: None) -> None:
     given: dict[str, Any] = {"config": {"batch": 2}, "elastic": ElasticConfig(snapshot_every=1)}
     with TorchTrainer(training_operator_cls=OnOneRank, num_workers=2, **given) as trainer:
         for metrics, kind in [({3: 1.0}, TypeError), ({"m": 10**400}, ValueError)]:
-            with pytest.raises(kind, match=r"OnOneRank\.train_batch returned an invalid metric") as caught:
+            with pytest.raises(kind, match=r"OnOneRank\.train_epoch returned an invalid result") as caught:
                 trainer.train(info={"metrics": metrics})
             assert caught.value.raysgd_rank == 1  # type: ignore[attr-defined]
         with pytest.raises(TypeError, match=r"cannot be sent to the driver: opened .*Generator|generator"):
