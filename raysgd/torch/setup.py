@@ -66,22 +66,11 @@ REMOVED = {
     "data_loader_args": "pass them to the DataLoader you make in setup",
     "apex_args": "pass them to self.register(apex_args=...) in setup",
 }
-
-
-def warn_without_effect(use_local: bool, serialize_data_creation: bool, num_workers: int) -> None:
-    """Warn about arguments of RaySGD that have no effect here."""
-    if use_local and num_workers != 1:
-        warnings.warn(
-            "use_local=True has no effect with several workers: no rank runs in this process. get_local_operator() returns "
-            "an operator in this process with the current state",
-            stacklevel=4,
-        )
-    if serialize_data_creation:
-        warnings.warn(
-            "serialize_data_creation has no effect here; pass it to TrainingOperator.from_creators(...)",
-            DeprecationWarning,
-            stacklevel=4,
-        )
+WITHOUT_EFFECT = {
+    "use_local": "a single worker runs in this process, and of several none does; get_local_operator() returns an operator with the "
+    "current state",
+    "serialize_data_creation": "pass it to TrainingOperator.from_creators(...)",
+}
 
 
 def per_worker_config(config: Any, num_workers: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -95,9 +95,6 @@ class TorchTrainer(TrainerBase):
 
         name                     lets the workers outlive this script, so that the next one with this name takes them over
         orphan_s                 how many seconds they wait for it
-
-        use_local                no effect; RaySGD ran the first worker in this process
-        serialize_data_creation  no effect; pass it to `TrainingOperator.from_creators`
     """
 
     _loads: ShardedLoads
@@ -135,15 +132,12 @@ class TorchTrainer(TrainerBase):
         resume: Literal["auto"] | None = None,
         name: str | None = None,
         orphan_s: float = ORPHAN_S,
-        use_local: bool = False,
-        serialize_data_creation: bool = False,
         **unknown: NoReturn,
     ) -> None:
-        refuse_unknown(TorchTrainer, unknown, setup.GROUPS, setup.REMOVED)
+        refuse_unknown(TorchTrainer, unknown, setup.GROUPS, setup.REMOVED, setup.WITHOUT_EFFECT)
         check_common(training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic)
         options = TrainingOptions.checked(options).resolved(wrap_ddp=wrap_ddp, use_fp16=use_fp16)
         folder, elastic = opened_folder(checkpoints, resume, ".pt"), elastic or ElasticConfig()
-        setup.warn_without_effect(use_local, serialize_data_creation, num_workers)
         shown, worker_config = setup.per_worker_config(config, num_workers)
         reserved = num_cpus_per_worker, use_gpu, resources_per_worker
         resources, of_process = setup.place_workers(num_workers, name is not None, use_ray, *reserved)
@@ -372,7 +366,8 @@ class TorchTrainer(TrainerBase):
         once.
         """
         if cls.__init__ is TorchTrainer.__init__:  # a subclass may have arguments of its own
-            refuse_unknown(TorchTrainer, arguments, setup.GROUPS, setup.REMOVED)
+            others = {name: value for name, value in arguments.items() if name != "use_local"}  # it has an effect here
+            refuse_unknown(TorchTrainer, others, setup.GROUPS, setup.REMOVED, setup.WITHOUT_EFFECT)
         return offers.torch_trainable(cls, override_tune_step=override_tune_step, **arguments)
 
 

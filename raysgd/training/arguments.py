@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any
 
 from raysgd.config import ElasticConfig, WorkerResources, above_0, at_least, is_real, object_of
@@ -22,20 +23,28 @@ OF_FUNCTIONS = ("train_loop_per_worker", "train_loop_config", "scaling_config", 
 
 
 def refuse_unknown(
-    trainer: type, unknown: Mapping[str, Any], groups: Mapping[str, type], removed: Mapping[str, str] | None = None
+    trainer: type,
+    unknown: Mapping[str, Any],
+    groups: Mapping[str, type],
+    removed: Mapping[str, str] = MappingProxyType({}),
+    without_effect: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Raise an error for names that are not arguments of the trainer.
 
     `groups` has the trainer's arguments that are settings objects, with their classes: their fields
     are not arguments of the trainer. `removed` has a hint for each argument that older versions
-    had.
+    had, and `without_effect` for each of them that only gets a warning.
     """
     owners = {each.name: (group, kind.__name__) for group, kind in groups.items() for each in fields(kind)}
     known = [each for each in inspect.signature(trainer).parameters if each != "unknown"]
     for name, value in unknown.items():
         if name in known:
             continue
-        if removed is not None and name in removed:
+        if name in without_effect:
+            if value:
+                warnings.warn(f"{name} has no effect: {without_effect[name]}", DeprecationWarning, stacklevel=4)
+            continue
+        if name in removed:
             if value is None:
                 continue
             raise DeprecationWarning(

@@ -100,8 +100,9 @@ def torch_trainable(
         def _create_trainer(self, tune_config: dict[str, Any]) -> Any:
             values = dict(tune_config)
             chosen = {name: values.pop(name) for name in RESOURCES if name in values}
-            config = {**(arguments.get("config") or {}), **values}
-            return trainer_cls(**{**arguments, **chosen, "config": config})
+            given = {**arguments, **chosen, "config": {**(arguments.get("config") or {}), **values}}
+            given.pop("use_local", None)
+            return trainer_cls(**given)
 
     return TorchTrainable
 

@@ -10,6 +10,7 @@ import pytest
 from raysgd import ConfigError, ElasticConfig, NotActiveError
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
+from tests.torch import small
 from tests.torch.small import Line, inline, operator_of
 
 NUMBER = "num_workers must be a whole number of at least 1"
@@ -76,9 +77,14 @@ def test_an_unknown_argument_without_a_similar_one_gets_the_list() -> None:
         inline(xyz=2)
 
 
-def test_serialize_data_creation_only_warns() -> None:
-    with pytest.warns(DeprecationWarning, match="from_creators"):
-        inline(serialize_data_creation=True).shutdown()
+@pytest.mark.parametrize(
+    ("name", "hint"), [("serialize_data_creation", "from_creators"), ("use_local", "of several none does")]
+)
+def test_an_argument_without_effect_only_warns(name: str, hint: str) -> None:
+    inline(**{name: False}).shutdown()
+    with pytest.warns(DeprecationWarning, match=f"{name} has no effect: .*{hint}") as caught:
+        inline(**{name: True}).shutdown()
+    assert caught[0].filename == small.__file__
 
 
 CALLS: list[tuple[str, dict[str, Any], str]] = [
@@ -167,6 +173,7 @@ SCRIPT = """
 import sys
 import torch
 from raysgd.torch import TorchTrainer
+from tests.torch import small
 from tests.torch.small import Line
 with TorchTrainer(training_operator_cls=Line, use_gpu=False) as trainer:
     print(trainer.train()["num_samples"], trainer.validate()["num_samples"])

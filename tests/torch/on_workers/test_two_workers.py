@@ -44,7 +44,6 @@ def trainer(ray_cluster: None) -> Iterator[TorchTrainer]:
             config=OWN_CONFIG,
             num_workers=2,
             use_gpu=False,
-            use_local=True,
         )
     with made:
         made.warned = " | ".join(str(each.message) for each in caught)  # type: ignore[attr-defined]
@@ -56,10 +55,6 @@ def test_the_global_batch_is_divided_and_the_callers_dict_is_unchanged(trainer: 
     assert OWN_CONFIG == {BATCH_SIZE: 17}
     assert trainer.apply_all_operators(lambda operator: operator.config[BATCH_SIZE]) == [8, 8]
     assert "is 17, which num_workers=2 does not divide: each worker uses 8, all together 16" in trainer.warned  # type: ignore[attr-defined]
-
-
-def test_use_local_warns(trainer: TorchTrainer) -> None:
-    assert "no rank runs in this process" in trainer.warned  # type: ignore[attr-defined]
 
 
 def test_hook_rendezvous_and_setup_run_in_this_order(trainer: TorchTrainer) -> None:
