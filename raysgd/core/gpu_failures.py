@@ -12,8 +12,7 @@ MOST_FAILURES = 2
 
 
 class GpuFailures:
-    """Owns the failures of GPUs, and the steps of those that a user's kernel may have caused: these
-    count for no GPU, because the same kernel fails on every one.
+    """Owns the failures of GPUs.
 
     >>> failures = GpuFailures()
     >>> failures.note([("node", "3")]), failures.note([("node", "3")], known=1)
@@ -24,7 +23,6 @@ class GpuFailures:
 
     def __init__(self) -> None:
         self._failures: Counter[Gpu] = Counter()
-        self.suspected: set[int] = set()
 
     def count(self, gpus: Iterable[Gpu]) -> int:
         """How often the one of these has failed that has failed most often."""

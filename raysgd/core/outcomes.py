@@ -65,16 +65,12 @@ class Interrupted:
 class GpuFault:
     """An error of a GPU that every further use of it raises again in this process.
 
-    uuid     of the GPU, "" if it is unknown
-    suspect  whether a kernel of the user's may have caused it
-    error    the error as one of the user's code, which it is if it comes again at the same step.
-             None: the rank had been interrupted before, and what ended its collective call may have
-             caused it
+    uuid       of the GPU, "" if it is unknown
+    by_kernel  whether a kernel may have caused it, which would fail on every GPU
     """
 
     uuid: str = ""
-    suspect: bool = False
-    error: Failed | None = None
+    by_kernel: bool = False
 
 
 @dataclass(frozen=True)

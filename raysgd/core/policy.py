@@ -8,7 +8,7 @@ values.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -134,21 +134,6 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
         return Observation("paused")
     assert all(isinstance(outcome, Ok) for outcome in outcomes.values())
     return Observation("done")
-
-
-def with_user_errors(outcomes: Mapping[str, Outcome], suspected: Iterable[int]) -> dict[str, Outcome]:
-    """The outcomes, of which failures of GPUs are errors of user code if one of its kernels may
-    have caused them, and they are not the first at their step. `suspected` has the steps of earlier
-    ones."""
-    errors = {worker: error for worker, outcome in outcomes.items() if (error := suspect(outcome)) is not None}
-    seen = Counter([*suspected, *(error.progress.step for error in errors.values())])
-    return {**outcomes, **{worker: error for worker, error in errors.items() if seen[error.progress.step] > 1}}
-
-
-def suspect(outcome: Outcome | None) -> Failed | None:
-    """The error behind a failure of a GPU that a kernel of user code may have caused."""
-    fault = outcome.fault if isinstance(outcome, WorkerFailed) else None
-    return fault.error if fault is not None and fault.suspect else None
 
 
 def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> str:

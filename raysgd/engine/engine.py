@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 from raysgd.config import ElasticConfig, Limits
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
-from raysgd.core.policy import OUT_OF_STEP, Observation, Recovery, classify, different_calls, with_user_errors
+from raysgd.core.policy import OUT_OF_STEP, Observation, Recovery, classify, different_calls
 from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.shard_copies import ShardedState
@@ -443,7 +443,7 @@ class Engine:
             call = self._prepare_call(job, running)
             fan_out = FanOut(self._table, self._generation, job, self._wants_boundary, comparison=self._comparison)
             fan_out.run(call)
-            outcomes = with_user_errors(fan_out.outcomes, self._table.gpu_failures.suspected)
+            outcomes = fan_out.outcomes
             seen = self._count_hangs(classify(outcomes), hung)
             if seen.kind == "user_error":
                 self._raise_user_error(seen, outcomes)
@@ -663,9 +663,6 @@ class Engine:
         assert seen.culprit is not None
         outcome = outcomes[seen.culprit]
         assert isinstance(outcome, Failed)
-        for worker, each in outcomes.items():
-            if isinstance(each, Failed) and self._table[worker].broken is not None:
-                self._table.acquit(worker)
         raise_user_error(outcome, self._table[seen.culprit])
 
     def _raise_out_of_step(self, seen: Observation, since: float) -> NoReturn:

@@ -18,7 +18,6 @@ from raysgd.core import messages
 from raysgd.core.gpu_failures import MOST_FAILURES, Gpu, GpuFailures
 from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import Failed, GpuFault, Interrupted, Ok, Outcome, WorkerFailed
-from raysgd.core.policy import suspect
 from raysgd.core.progress import Progress
 from raysgd.core.snapshot import Snapshot, SnapshotStore
 from raysgd.workers.events import CallEnded, Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
@@ -253,10 +252,7 @@ class WorkerTable:
         self.group.dismiss(worker)
 
     def _note_gpu_failure(self, info: WorkerInfo, fault: GpuFault | None) -> None:
-        if fault is None or fault.error is None:
-            return
-        if fault.suspect:
-            self.gpu_failures.suspected.add(fault.error.progress.step)
+        if fault is None or fault.by_kernel:
             return
         count = self.gpu_failures.note(info.gpus, known=info.gpu_failures)
         if info.gpu_failures < count == MOST_FAILURES:
@@ -266,15 +262,6 @@ class WorkerTable:
                 _gpu_of(info),
                 count,
             )
-
-    def acquit(self, worker: str) -> None:
-        """Note that the user's code has broken a worker's GPU, which is no failure: the next call
-        begins without this worker."""
-        info = self._workers[worker]
-        error, info.broken = suspect(info.broken), None
-        assert error is not None
-        self.gpu_failures.suspected.discard(error.progress.step)
-        info.ended = WorkerEnded(worker, "an error of user code has ended its process", "restart")
 
     def park_if_excluded(self, worker: str) -> bool:
         """Return whether a worker whose process is up must not use its GPU. It is no worker of the

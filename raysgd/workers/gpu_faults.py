@@ -43,7 +43,7 @@ def find_fault(error: BaseException) -> GpuFault | None:
     uuid, again = gpu_uuid(), text_of(probe())
     if not _is_of_cuda(again):
         return None
-    return GpuFault(uuid, suspect=OF_A_KERNEL.search("\n".join([*texts, again])) is not None)
+    return GpuFault(uuid, by_kernel=OF_A_KERNEL.search("\n".join([*texts, again])) is not None)
 
 
 def _is_of_cuda(text: str) -> bool:

@@ -111,7 +111,7 @@ class ReplicaHost:
         return progress
 
     def _outcome_of(self, error: BaseException, verb: str, called: str, call: Call | None) -> Outcome:
-        if (broken := self._broken(error, verb, called)) is not None:
+        if (broken := self._broken(error, verb)) is not None:
             return broken  # without leaving the group, which could wait for the GPU
         interrupted = self._is_interruption(error, verb)
         place = self._control.place(_frames(error))
@@ -121,18 +121,16 @@ class ReplicaHost:
             try:
                 partial = self._replica.partial() if self._replica is not None else None
             except Exception as raised:  # the user's metrics, or the GPU on which they are
-                return self._broken(raised, verb, called) or self._failed(raised, called)
+                return self._broken(raised, verb) or self._failed(raised, called)
             return Interrupted(partial, described(error), self._progress, place=place)
         return self._failed(error, called)
 
-    def _broken(self, error: BaseException, verb: str, called: str) -> WorkerFailed | None:
+    def _broken(self, error: BaseException, verb: str) -> WorkerFailed | None:
         """The outcome of a worker whose GPU is broken, or None. In the set-up, an error that a
-        kernel of the user's may have caused is the user's."""
+        kernel may have caused is the user's."""
         fault = self.find_fault(error)
-        if fault is None or (fault.suspect and verb in SET_UP):
+        if fault is None or (fault.by_kernel and verb in SET_UP):
             return None
-        if not (fault.suspect and self._control.interrupted):
-            fault = replace(fault, error=self._failed(error, called))
         return WorkerFailed(described(error).splitlines()[0], GPU, progress=self._progress, fault=fault)
 
     def _is_interruption(self, error: BaseException, verb: str) -> bool:

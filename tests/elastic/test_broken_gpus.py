@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,26 +13,10 @@ from torch import nn
 
 from raysgd import ElasticConfig, TorchTrainer
 from tests.background import Background
-from tests.faults import Fault, Ground
+from tests.faults import Fault
 from tests.torch.schedules import EPOCHS, Disturbed, Setting, trained
 
 pytestmark = pytest.mark.elastic
-
-STEP = 6
-
-
-@pytest.fixture(scope="module")
-def shared(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
-    ground = Ground(tmp_path_factory.mktemp("gpus"), num_workers=3, seed=0)
-    yield ground
-    ground.trainer.shutdown()
-
-
-@pytest.fixture
-def ground(shared: Ground) -> Ground:
-    shared.whole_again(3)
-    shared.trained()
-    return shared
 
 
 class Breaks(Disturbed):
@@ -70,22 +54,6 @@ def test_the_others_continue_exactly_when_a_gpu_breaks(
     undisturbed = trained(replace(setting, compile=False), undisturbed=True).weights
     assert weights.dtype == torch.float64
     torch.testing.assert_close(weights, undisturbed, rtol=1e-12, atol=1e-12)
-
-
-def test_the_second_at_a_step_is_the_users_error(ground: Ground, caplog: pytest.LogCaptureFixture) -> None:
-    """After the first one, the rank 0 of the others repeats the batch, and meets the same assertion."""
-    ground.arm(Fault(0, STEP, "assert", "before"), Fault(0, STEP, "assert", "backward"))
-    before = len(ground.trainer.recoveries)
-    with pytest.raises(torch.AcceleratorError, match="device-side assert triggered") as caught:
-        ground.trainer.train()
-    assert ground.fired() == 2
-    assert caught.value.raysgd_rank == 0 and "in train_batch" in str(caught.value.__cause__)  # type: ignore[attr-defined]
-    assert [each.reason for each in ground.trainer.recoveries[before:]] == ["gpu failure"], "the second is no failure"
-    ground.trainer.train(max_retries=0)
-    ground.assert_epoch_exact()
-    restart, *others = (each for each in ground.trainer.recoveries[before + 1 :] if each.reason != "growth")
-    assert (restart.reason, restart.removed_ranks, restart.in_place, others) == ("restart", (0,), True, [])
-    assert "failed 2 times" not in caplog.text
 
 
 # -- a GPU that Ray gives out again -------------------------------------------------------------------

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from raysgd.config import Limits
-from raysgd.core.outcomes import Failed, GpuFault, Left, Ok, WorkerFailed
+from raysgd.core.outcomes import GpuFault, Left, Ok, WorkerFailed
 from raysgd.core.ranks import RankInfo
 from raysgd.engine.generation import Generation
 from raysgd.errors import ResourceError, WorkerStartError
@@ -68,9 +68,7 @@ class WithGpus(FakeGroup):
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         gpu = self.holders[worker]
         self.set_up += [gpu] if verb == "build" else []
-        broken = WorkerFailed(
-            "CUDA error: ECC", "gpu failure", fault=GpuFault("GPU-5f1c", error=Failed(RuntimeError()))
-        )
+        broken = WorkerFailed("CUDA error: ECC", "gpu failure", fault=GpuFault("GPU-5f1c"))
         self.outcomes["build"] = broken if gpu == "0" else Ok()
         return super().submit(worker, verb, arguments, generation=generation)
 

@@ -96,8 +96,8 @@ class Checker:
         self._short = recovery.reason not in PLANNED and members < least  # then the call ends with an error
 
     def gpu_failed(self, worker: Any, outcome: WorkerFailed) -> None:
-        """Note that a worker has told its driver that its GPU is broken, and not by a kernel of the user's."""
-        if outcome.fault is not None and not outcome.fault.suspect:
+        """Note that a worker has told its driver that its GPU is broken."""
+        if outcome.fault is not None:
             self.gpus[worker.node.name, worker.gpu] += 1
 
     def is_set_up(self, worker: Any) -> None:

@@ -53,7 +53,6 @@ class Schedule:
         self._phases = ["start"]
         self._fresh: set[str] = set()  # machines that replace others
         self._broken: set[tuple[str, str]] = set()  # GPUs, by their node and number
-        self.wrong: set[int] = set()  # samples with which the user's kernel fails
         self._callback: UserError | None = None
         self.call_began = self.over_at = world.now
         self.harmful_until = 0.0
@@ -114,25 +113,16 @@ class Schedule:
 
     def strike(self, worker: Worker, point: str) -> None:
         """Inject what is due, now that a worker has reached a point."""
-        if (self._broken or self.wrong) and point in ("forward", "setup"):
-            self._use_gpu(worker, point)
+        if self._broken and point in ("forward", "setup"):
+            self._use_gpu(worker)
         for fault in self._due(point) if point in self._waiting else ():
             self._hit(worker, fault)
 
-    def _use_gpu(self, worker: Worker, point: str) -> None:
-        """Raise an error if the GPU of a worker is broken, or if the user's kernel cannot train its samples."""
-        part = worker.part
+    def _use_gpu(self, worker: Worker) -> None:
+        """Raise an error if the GPU of a worker is broken."""
         if (worker.node.name, worker.gpu) in self._broken:
             self.disturbed(0.0, harmful=True)
-            raise GpuError(f"GPU {worker.gpu} of {worker.node.name} is still broken", suspect=False)
-        if point == "forward" and not self.wrong.isdisjoint(range(part.start, part.stop)):
-            self._fail_in_kernel(worker)
-
-    def _fail_in_kernel(self, worker: Worker) -> None:
-        self.disturbed(0.0, harmful=True)
-        error = GpuError(f"a kernel of the user's fails on {worker.name}", suspect=True)
-        self._checker.thrown(error, None, self.recoveries())
-        raise error
+            raise GpuError(f"GPU {worker.gpu} of {worker.node.name} is still broken")
 
     def driver_waits(self) -> None:
         """Inject what is due, now that the driver waits for an event. Raise an error if it has waited for too long."""
@@ -239,11 +229,7 @@ class Schedule:
             if fault.pick % 2:
                 self._broken.add((worker.node.name, worker.gpu))
                 self._replace(worker.node)
-            raise GpuError(f"planned at '{fault.at}' on {worker.name}", suspect=False)
-        if fault.kind == "assert":
-            self._count(fault, worker.name)
-            self.wrong.add(worker.part.start)
-            self._fail_in_kernel(worker)
+            raise GpuError(f"planned at '{fault.at}' on {worker.name}")
         if fault.kind == "loader":
             self._count(fault, worker.name)
             raise DataLoaderFailure("planned")

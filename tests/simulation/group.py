@@ -105,7 +105,7 @@ class SimClient(ControlClient):
 
 def find_fault(error: BaseException) -> GpuFault | None:
     """Replace what asks torch and the GPU."""
-    return GpuFault(suspect=error.suspect) if isinstance(error, GpuError) else None
+    return GpuFault() if isinstance(error, GpuError) else None
 
 
 class Worker(Process):
@@ -138,7 +138,6 @@ class Worker(Process):
         self.term = group.term
         self._adopters: list[SimGroup] = []
         self.replica: SimReplica | None = None
-        self.part: Any = None  # of the step that it trains
         self.slow = 1.0
         self.loses = False  # whether what it sends without waiting for an answer gets lost
         self.given_up = False

@@ -409,13 +409,8 @@ def use_gpus_that_have_failed_twice(patch: Patch) -> None:
 
 
 @mutant
-def recover_from_each_error_of_a_users_kernel(patch: Patch) -> None:
-    patch.setattr(engine, "with_user_errors", lambda outcomes, suspected: outcomes)
-
-
-@mutant
 def raise_the_error_of_a_broken_gpu(patch: Patch) -> None:
-    patch.setattr(ReplicaHost, "_broken", lambda self, error, verb, called: None)
+    patch.setattr(ReplicaHost, "_broken", lambda self, error, verb: None)
 
 
 # -- metrics ------------------------------------------------------------------------------------------

@@ -82,11 +82,10 @@ BRIEF = {"agreement", "resize", "load", "save", "apply", "idle", "change", "grow
 
 ON_WORKERS = (*["kill"] * 3, "stop", "freeze", "slow", "skew", "disconnect", "reset", "notice", "lose")
 ON_NODES = ("node", "cut", "partition", "split", "drain", "add")
-ON_GPUS = ("gpu", "assert")
 ON_DRIVER = ("ctrl-c", "ctrl-c", "cancel", "callback", "pause", "jump")
 ON_SCRIPT = ("die", "die", "die", "suspend", "rival", "abandon")  # only of a trainer with a name
 SENDING = ("submit", "send", "keeper")
-KINDS = tuple(dict.fromkeys((*ON_WORKERS, *ON_NODES, *ON_GPUS, "raise", "loader", *ON_DRIVER, *ON_SCRIPT)))
+KINDS = tuple(dict.fromkeys((*ON_WORKERS, *ON_NODES, "gpu", "raise", "loader", *ON_DRIVER, *ON_SCRIPT)))
 # Faults that alone need no recovery: planned changes, and errors that end a call.
 HARMLESS = {"add", "drain", "notice", "raise", "ctrl-c", "cancel", "callback", *ON_SCRIPT}
 
@@ -114,8 +113,7 @@ class Fault(Printed):
     lose                  its reports of progress and its snapshots get lost for a while
     node, add             its machine vanishes; a machine is added
     cut, partition, split its machine's links are blocked: all of them, the one to the driver, the one to another machine
-    gpu, assert           its GPU breaks, and with an odd `pick` so it does in each later process; a kernel of the user's
-                          fails for a sample of its step, on each worker that has it, until the user's code is corrected
+    gpu                   its GPU breaks, and with an odd `pick` so it does in each later process
     raise, loader         the user's code raises an error; a process of its data loader ends
     ctrl-c, cancel        the call is interrupted; another thread cancels it
     callback              the user's callback raises an error
@@ -230,14 +228,9 @@ def _with_broken_gpus(plan: Plan) -> Plan:
     draw = random.Random(f"gpus {plan.seed}")
     if draw.random() > 0.08:
         return plan
-    kind = draw.choice([*ON_GPUS, "gpu"])
-    at = (
-        "forward"
-        if kind == "assert"
-        else draw.choice(["forward", "forward", "applied", "formed", "validate", "setup", "load_state_dict"])
-    )
+    at = draw.choice(["forward", "forward", "applied", "formed", "validate", "setup", "load_state_dict"])
     count, pick = draw.randint(1, 12), draw.randrange(64)
-    return replace(plan, faults=(*plan.faults, Fault(kind, at, count, pick=pick)))
+    return replace(plan, faults=(*plan.faults, Fault("gpu", at, count, pick=pick)))
 
 
 def _with_causes(plan: Plan, places: set[str], count: int) -> Plan:
@@ -308,7 +301,7 @@ def named_plan_for(seed: int) -> Plan:
     """Draw a plan of a trainer with a name, whose script ends, is stopped, or is started twice."""
     draw = random.Random(f"named plan {seed}")
     plan = plan_for(seed)
-    faults = [each for each in plan.faults[: draw.choice([0, 0, 1, 2, 3])] if each.kind not in ON_GPUS]
+    faults = [each for each in plan.faults[: draw.choice([0, 0, 1, 2, 3])] if each.kind != "gpu"]
     for _ in range(draw.choice([1, 1, 2, 2, 3, 4])):
         kind, count = draw.choice(ON_SCRIPT[:-1]), min(draw.randint(1, 50), draw.randint(1, 50))
         at = draw.choice(

@@ -47,11 +47,7 @@ class UserError(Exception):
 
 
 class GpuError(UserError):
-    """What a call raises when its GPU is broken. `suspect`: a kernel of the user's may have caused it."""
-
-    def __init__(self, text: str, *, suspect: bool) -> None:
-        super().__init__(text)
-        self.suspect = suspect
+    """What a call raises when its GPU is broken."""
 
 
 def value_of(sample: int) -> float:
@@ -193,7 +189,6 @@ class SimReplica:
     def _train_batch(self, step: OptimizerStep, before: int, after: int, part: Any) -> None:
         worker = self._worker
         worker.compute()
-        worker.part = part
         worker.point("forward")
         gradient = sum(gradient_of(self._position.epoch, each) for each in range(part.start, part.stop)) * part.fresh
         given = (len(self.steps), self.weights, self._position.epoch, before, after, part, gradient)

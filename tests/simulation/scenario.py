@@ -24,7 +24,7 @@ from tests.simulation.faults import Cancelled, Schedule
 from tests.simulation.group import Large, Node, SimGroup
 from tests.simulation.network import SimBackend
 from tests.simulation.plan import Plan
-from tests.simulation.replica import GpuError, SimReplica, Step, UserError, steps_of, value_of
+from tests.simulation.replica import SimReplica, Step, UserError, steps_of, value_of
 from tests.simulation.world import World
 
 __all__ = ["Result", "run"]
@@ -163,8 +163,6 @@ class Script:
             except UserError as error:
                 self.checker.raise_found()
                 self.checker.raised(error)
-                if isinstance(error, GpuError):
-                    self.schedule.wrong.clear()  # the user has corrected the code
             except Cancelled:
                 pass
             except KeyboardInterrupt:

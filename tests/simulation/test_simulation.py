@@ -58,18 +58,6 @@ FOUND = {
         script=("save", "train 10"),
         faults=(Fault("gpu", "forward", pick=61),),
     ),
-    "the only GPU was excluded, because a user's kernel failed at two different steps": Plan(
-        seed=23434,
-        ranks=1,
-        nodes=(1,),
-        samples=4,
-        step_s=0.01,
-        late=0.1,
-        compare=5,
-        retries=1,
-        script=("train", "train"),
-        faults=(Fault("assert", "forward", 7),),
-    ),
     "a new worker had taken the only state while a call was cancelled, and was not asked for it": Plan(
         nodes=(2, 1),
         samples=7,
@@ -510,15 +498,6 @@ def test_the_call_ends_with_an_error_when_no_gpu_is_left(monkeypatch: pytest.Mon
     result = run(plan, tracing=True)
     assert isinstance(result.error, TrainingFailedError) and "the cluster has room for 0 more" in str(result.error)
     assert [line.split()[1] for line in result.trace if "<- warm" in line] == ["w2"], "w3 only holds the GPU"
-
-
-def test_a_kernel_that_fails_again_is_an_error_of_the_user() -> None:
-    """A sample cannot be trained. The worker that has it ends, and so does the next one, with the error that the script gets."""
-    plan = Plan(ranks=3, nodes=(3,), samples=60, global_batch=3, faults=(Fault("assert", "forward", 8),))
-    result = run(plan, tracing=True)
-    assert result.error is None and result.redone == 0
-    assert [each.reason for each in result.recoveries if each.reason != "growth"] == ["gpu failure", "restart"]
-    assert sum("SCRIPT an error was raised" in line for line in result.trace) == 1
 
 
 def test_a_seed_always_gives_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,7 @@ import torch
 
 from raysgd.core.control import Control
 from raysgd.core.gpu_failures import GpuFailures
-from raysgd.core.outcomes import Failed, GpuFault, Interrupted, Ok, Outcome, WorkerFailed
-from raysgd.core.policy import classify, with_user_errors
+from raysgd.core.outcomes import Failed, GpuFault, Ok, Outcome, WorkerFailed
 from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo, SingleWorkerBackend
@@ -51,13 +50,13 @@ STAYS: list[tuple[Exception, Exception, bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("error", "again", "suspect"), STAYS, ids=lambda each: str(each)[:40])
+@pytest.mark.parametrize(("error", "again", "by_kernel"), STAYS, ids=lambda each: str(each)[:40])
 def test_an_error_that_stays_is_a_fault_of_the_gpu(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, again: Exception, suspect: bool
+    monkeypatch: pytest.MonkeyPatch, error: Exception, again: Exception, by_kernel: bool
 ) -> None:
     monkeypatch.setattr(gpu_faults, "probe", lambda: again)
     monkeypatch.setattr(gpu_faults, "gpu_uuid", lambda: "GPU-5f1c")
-    assert gpu_faults.find_fault(error) == GpuFault("GPU-5f1c", suspect)
+    assert gpu_faults.find_fault(error) == GpuFault("GPU-5f1c", by_kernel)
     monkeypatch.setattr(gpu_faults, "probe", lambda: None)
     assert gpu_faults.find_fault(error) is None, "it was a wrong call, which has left the GPU as it was"
 
@@ -84,31 +83,7 @@ def test_without_a_gpu_no_error_is_a_fault() -> None:
     assert gpu_faults.gpu_uuid() == ""
 
 
-# -- whose they are -----------------------------------------------------------------------------------
-
-
-def broken(step: int, *, suspect: bool = True) -> WorkerFailed:
-    error = Failed(accelerator(ASSERT), progress=Progress(step=step))
-    return WorkerFailed("GPU 3", "gpu failure", fault=GpuFault(suspect=suspect, error=error))
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "suspected", "kind"),
-    [
-        ([broken(7), Interrupted(), Interrupted()], [], "broken"),
-        ([broken(7), Interrupted()], [6, 8], "broken"),
-        ([Interrupted(), broken(7)], [7], "user_error"),
-        ([broken(7), broken(7)], [], "user_error"),
-        ([broken(7), broken(8)], [], "broken"),
-        ([broken(7, suspect=False), broken(7)], [7], "user_error"),
-        ([broken(7, suspect=False), broken(7, suspect=False)], [7], "broken"),
-    ],
-)
-def test_the_second_at_a_step_is_the_users(outcomes: list[Outcome], suspected: list[int], kind: str) -> None:
-    by_worker = {f"w{rank}": outcome for rank, outcome in enumerate(outcomes)}
-    seen = classify(with_user_errors(by_worker, suspected))
-    assert seen.kind == kind
-    assert seen.kind != "broken" or seen.reason == "gpu failure"
+# -- which GPUs get no worker -------------------------------------------------------------------------
 
 
 def test_a_gpu_that_fails_twice_is_excluded() -> None:
@@ -158,9 +133,9 @@ def host_of(factory: Callable[..., Any]) -> tuple[ReplicaHost, Leaves, dict[str,
     return host, backend, {"factory": factory, "rank_info": RankInfo(solo=True)}
 
 
-@pytest.mark.parametrize(("text", "suspect"), [(ECC, False), (ASSERT, True)])
+@pytest.mark.parametrize(("text", "by_kernel"), [(ECC, False), (ASSERT, True)])
 def test_a_worker_with_a_broken_gpu_says_so_and_does_not_leave_the_group(
-    monkeypatch: pytest.MonkeyPatch, text: str, suspect: bool
+    monkeypatch: pytest.MonkeyPatch, text: str, by_kernel: bool
 ) -> None:
     host, backend, given = host_of(lambda *_: Raises(accelerator(text)))
     host.perform("build", given)
@@ -168,20 +143,7 @@ def test_a_worker_with_a_broken_gpu_says_so_and_does_not_leave_the_group(
     outcome = host.perform("run", {"call": Call(Raises.run)})
     assert isinstance(outcome, WorkerFailed) and backend.left == 0, "leaving could wait for the GPU"
     assert (outcome.reason, outcome.cause) == ("gpu failure", f"AcceleratorError: {text.splitlines()[0]}")
-    assert outcome.fault is not None and outcome.fault.error is not None
-    assert outcome.fault.suspect is suspect and outcome.fault.error.progress.step == 3
-    assert "in run" in outcome.fault.error.traceback
-
-
-def test_what_an_abort_may_have_caused_is_blamed_on_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer has failed. Ending the collective call of this rank can break its kernels, too."""
-    host, _, given = host_of(lambda *_: Raises(accelerator(ILLEGAL)))
-    host.perform("build", given)
-    monkeypatch.setattr(gpu_faults, "probe", lambda: accelerator(ILLEGAL))
-    host._control.interrupt()
-    outcome = host.perform("run", {"call": Call(Raises.run)})
-    assert isinstance(outcome, WorkerFailed) and outcome.fault == GpuFault(suspect=True)
-    assert classify(with_user_errors({"w1": outcome, "w2": outcome}, [3])).kind == "broken"
+    assert outcome.fault is not None and outcome.fault.by_kernel is by_kernel and outcome.progress.step == 3
 
 
 def test_in_the_drivers_own_process_it_is_the_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
