@@ -1,5 +1,5 @@
 """RaySGD's API: raysgd's loop trains a compiled Keras model with its compiled loss, optimizer and
-metrics, or with the `train_step` and `test_step` that its class defines. Worker.
+metrics. Worker.
 
 `model.fit` does not work on several workers, and could not be interrupted in the middle of an
 epoch.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -18,24 +18,24 @@ import tensorflow as tf
 from raysgd.config import at_least
 from raysgd.constants import NUM_SAMPLES
 from raysgd.errors import ConfigError, shown
-from raysgd.tf.data import are_arrays
 from raysgd.tf.operator import TrainingOperator
-from raysgd.tf.own_steps import average_applied, further_optimizers, own_step, refuse_unbuilt
-from raysgd.tf.parts import as_tensor, keep_values, one_row, refuse_sum, rows_in, running_statistics
+from raysgd.tf.parts import keep_values, one_row, refuse_sum, rows_in
 
 EVALUATE, FIT = "evaluate_config", "fit_config"
 logger = logging.getLogger("raysgd")
 
-OF_ARRAYS = ("batch_size", "validation_split", "shuffle")
 TAKEN = {
-    FIT: ("epochs", "steps_per_epoch", "callbacks", "class_weight", "verbose", *OF_ARRAYS),
+    FIT: ("epochs", "steps_per_epoch", "callbacks", "verbose"),
     EVALUATE: ("steps", "callbacks", "verbose"),
 }
-UNUSED = {"max_queue_size", "use_multiprocessing", "workers"}  # by Keras, for a tf.data.Dataset
+UNUSED = {"max_queue_size", "shuffle", "use_multiprocessing", "workers"}  # by Keras, for a tf.data.Dataset
 INSTEAD = {
     "x": "the data is what data_creator returns",
     "y": "the data is what data_creator returns",
     "sample_weight": "let the data set give (x, y, sample_weight)",
+    "class_weight": "let the data set give (x, y, sample_weight), or write train_batch in an operator",
+    "batch_size": "call .batch(n) on the data set",
+    "validation_split": "data_creator returns the validation data second",
     "validation_data": "data_creator returns it second, and validate() runs over it",
     "validation_freq": "call validate() after the epochs of your choice",
     "initial_epoch": "load() a checkpoint: it holds the epoch",
@@ -78,16 +78,7 @@ class CompiledOperator(TrainingOperator):
         if self._settings.distributed:
             for loss in tf.nest.flatten(model.loss):
                 refuse_sum(loss, "a compiled loss")
-        self._own_train, self._own_test = own_step(model, "train_step"), own_step(model, "test_step")
-        self._compared = False  # whether the ranks have compared their weights
-        fit = dict(self._fit)
-        if "shuffle" in fit and not are_arrays(train):
-            self._internals.warn_once(
-                "config['fit_config'] has shuffle, which Keras ignores for data sets, and raysgd too"
-            )
-            del fit["shuffle"]
-        options = {name: fit[name] for name in OF_ARRAYS if name in fit}
-        self.register_data(train_dataset=train, validation_dataset=test, **options)
+        self.register_data(train_dataset=train, validation_dataset=test)
         self._fit_callbacks = self._callbacks(self._fit)
         self._evaluate_callbacks = self._callbacks(checked_fit_config(config, EVALUATE))
         self._fits, self._fit_logs = False, {}
@@ -97,19 +88,7 @@ class CompiledOperator(TrainingOperator):
         """Create the metrics, too: Keras waits for the first batch, which a rank may not have."""
         super()._build()
         spec = getattr(self._parts.train_dataset, "element_spec", None)
-        if self._own_train is not None:
-            self._parts.optimizers += further_optimizers(self.model)
-            if self._internals.channel.size > 1:
-                for optimizer in self._parts.optimizers:
-                    average_applied(optimizer, self._average)
-        for step in filter(None, (self._own_train, self._own_test)):
-            self._internals.statistics = running_statistics(self._parts.models)
-            step.trace(spec)
-            if len(running_statistics(self._parts.models)) != len(self._internals.statistics):
-                step.make()  # tracing it has created some, which its graph must average
-        if spec is None or self.model.run_eagerly:  # nothing was traced
-            refuse_unbuilt(self.model, self._parts.optimizers)
-        if spec is None or (self._own_train and (self._own_test or not self.model.loss)):
+        if spec is None:
             return
         x, y, weight = _unpacked(tf.nest.map_structure(one_row, spec))
         output = self.model(x, training=False)
@@ -148,66 +127,30 @@ class CompiledOperator(TrainingOperator):
             self._fits = True
             self._fit_callbacks.on_train_begin()
         self._fit_callbacks.on_epoch_begin(epoch_idx)
-        result = super().train_epoch(iterator, info, num_steps, epoch_idx)
-        if self._own_train is not None:
-            self._own_train.settle()
-        return result
+        return super().train_epoch(iterator, info, num_steps, epoch_idx)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        x, y, weight = self._weighted(*_unpacked(batch))
-        own, place = self._own_train, batch_info["batch_idx"]
+        x, y, weight = _unpacked(batch)
+        place = batch_info["batch_idx"]
         self._fit_callbacks.on_train_batch_begin(place)
-        with self.timers.record("step"):
-            if own is None:
-                with keep_values(
-                    [] if self._counts else self.model.metrics_variables
-                ):  # Keras has one for each output's loss
-                    loss = self._train_graph(x, y, weight, self._counts)
-            else:
-                logs = own((x, y, weight) if self._class_weight() else batch, rows_in(x), counts=self._counts)
-        self._fit_callbacks.on_train_batch_end(place, {"loss": float(loss)} if own is None else logs)
-        if own is not None:
-            self._compare_weights()
-        return {**({"train_loss": loss} if own is None else {}), NUM_SAMPLES: rows_in(x)}
+        kept = [] if self._counts else self.model.metrics_variables  # Keras has one for each output's loss
+        with self.timers.record("step"), keep_values(kept):
+            loss = self._train_graph(x, y, weight, self._counts)
+        self._fit_callbacks.on_train_batch_end(place, {"loss": float(loss)})
+        return {"train_loss": loss, NUM_SAMPLES: rows_in(x)}
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         self._evaluate_callbacks.on_test_begin()
-        result = super().validate(val_iterator, info)
-        if self._own_test is not None:
-            self._own_test.settle()
-        return result
+        return super().validate(val_iterator, info)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         x, y, weight = _unpacked(batch)
-        own, place = self._own_test, batch_info["batch_idx"]
+        place = batch_info["batch_idx"]
         self._evaluate_callbacks.on_test_batch_begin(place)
         with self.timers.record("eval"):
-            if own is None:
-                loss = self._validate_graph(x, y, weight)
-            else:
-                logs = own(batch, rows_in(x), counts=True)
-        self._evaluate_callbacks.on_test_batch_end(place, {"loss": float(loss)} if own is None else logs)
-        return {**({"validation_loss": loss} if own is None else {}), NUM_SAMPLES: rows_in(x)}
-
-    def _average(self, gradients: Sequence[Any]) -> list[Any]:
-        """Compute the mean over the ranks of gradients that the model's own step applies."""
-        found = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
-        means = iter(self._sum([gradient * tf.cast(self._internals.fraction, gradient.dtype) for gradient in found]))
-        return [None if gradient is None else next(means) for gradient in gradients]
-
-    def _compare_weights(self) -> None:
-        """Raise ConfigError if the model's first own step has left the ranks with other weights."""
-        if self._compared or self._internals.channel.size == 1:
-            return
-        self._compared = True
-        weights = [tf.cast(as_tensor(v), tf.float64) for v in self.model.trainable_variables]
-        mine = tf.add_n([tf.reduce_sum(tf.abs(weight)) for weight in weights])
-        mean = float(self._internals.channel.sum([mine])[0]) / self._internals.channel.size
-        if abs(float(mine) - mean) > 1e-9 * abs(mean):
-            raise ConfigError(
-                f"{type(self.model).__name__}.train_step changes the weights differently on each worker: apply gradients only "
-                "with optimizers that are attributes of the model, because raysgd averages what those apply"
-            )
+            loss = self._validate_graph(x, y, weight)
+        self._evaluate_callbacks.on_test_batch_end(place, {"loss": float(loss)})
+        return {"validation_loss": loss, NUM_SAMPLES: rows_in(x)}
 
     def _train_step(self, x: Any, y: Any, weight: Any, counts: bool) -> Any:
         with tf.GradientTape() as tape:
@@ -234,19 +177,6 @@ class CompiledOperator(TrainingOperator):
         more = {"training": training} if "training" in inspect.signature(compute).parameters else {}
         return compute(x=x, y=y, y_pred=output, sample_weight=weight, **more)
 
-    def _weighted(self, x: Any, y: Any, weight: Any) -> tuple[Any, Any, Any]:
-        """A batch with Keras' `class_weight` as weights of its samples."""
-        given = self._class_weight()
-        if not given:
-            return x, y, weight
-        table = [float(given.get(number, 1.0)) for number in range(max(given) + 2)]  # the last one is for all above
-        classes = tf.argmax(y, axis=-1) if len(y.shape) > 1 and y.shape[-1] > 1 else tf.reshape(y, [-1])
-        found = tf.gather(table, tf.minimum(tf.cast(classes, tf.int32), len(table) - 1))
-        return x, y, found if weight is None else found * tf.cast(weight, found.dtype)
-
-    def _class_weight(self) -> dict[int, float]:
-        return self._fit.get("class_weight") or {}
-
     # -- hooks of the replica -------------------------------------------------------------------------
 
     def _metrics(self) -> list[Any]:
@@ -255,9 +185,6 @@ class CompiledOperator(TrainingOperator):
     def _on_report(self, prefix: str, report: dict[str, Any]) -> bool:
         """Call the Keras callbacks with what all workers measured, so that all decide alike."""
         train = prefix == "train_"
-        own = self._own_train if train else self._own_test
-        if own is not None:
-            own.report(report, prefix, self._internals.channel)
         callbacks = self._fit_callbacks if train else self._evaluate_callbacks
         if callbacks.callbacks:
             samples = float(report.get(NUM_SAMPLES, 0))
@@ -266,8 +193,7 @@ class CompiledOperator(TrainingOperator):
                 [tf.constant(loss, tf.float64), tf.constant(samples, tf.float64)]
             )
             logs = {name.removeprefix(prefix): value for name, value in report.items() if name.startswith(prefix)}
-            if own is None:
-                logs["loss"] = float(total) / max(float(count), 1.0)
+            logs["loss"] = float(total) / max(float(count), 1.0)
             if train:
                 self._fit_logs = logs
                 callbacks.on_epoch_end(self._epoch_idx, logs)
@@ -314,20 +240,12 @@ def checked_fit_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     for key in ("epochs", "steps_per_epoch", "steps"):
         if given.get(key) is not None:
             at_least(f"config[{name!r}][{key!r}]", given[key], 1, whole=True)
-    weights = given.get("class_weight")
-    if weights is not None and not (isinstance(weights, Mapping) and all(isinstance(k, int) for k in weights)):
-        raise ConfigError(
-            f"config[{name!r}]['class_weight'] must be a dict from class number to weight, got {weights!r}"
-        )
     return dict(given)
 
 
 def _pair(data: Any) -> tuple[Any, Any]:
     if not isinstance(data, (tuple, list)) or len(data) != 2 or any(hasattr(each, "shape") for each in data):
-        raise ConfigError(
-            "data_creator must return (train_dataset, validation_dataset), for arrays ((x, y), (x, y)), or ((x, y), None) with "
-            f"validation_split, got {shown(data)}"
-        )
+        raise ConfigError(f"data_creator must return (train_dataset, validation_dataset), got {shown(data)}")
     return data[0], data[1]
 
 

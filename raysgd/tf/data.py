@@ -9,7 +9,6 @@ ranks only agree on the end of the epoch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from operator import itemgetter
@@ -19,7 +18,7 @@ import tensorflow as tf
 
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import SamplingPlan
-from raysgd.errors import ConfigError, counted
+from raysgd.errors import ConfigError
 from raysgd.tf import foreign
 from raysgd.tf.channel import Channel
 from raysgd.tf.parts import rows_in
@@ -168,54 +167,6 @@ def make_source(
         )
     own = _own_files(data, rank_info) if policy == policies.FILE else data
     return OwnSource(data, own, position, channel, together=training and rank_info.world_size > 1, begun=begun)
-
-
-def are_arrays(data: Any) -> bool:
-    """Whether data is what Keras' `fit` takes instead of a data set: `(x,)`, `(x, y)` or
-    `(x, y, sample_weight)`, each an array, or a list or dict of arrays. (Batches in a tuple are
-    tuples.)"""
-    first: Any = data[0] if isinstance(data, tuple) and data else ()
-    return not isinstance(first, tuple) and any(hasattr(leaf, "shape") for leaf in tf.nest.flatten(first))
-
-
-def split(arrays: Any, fraction: float, *, name: str) -> tuple[Any, Any]:
-    """Split off the last rows of arrays: this fraction, as in Keras."""
-    rows = _rows(arrays, name=name)
-    at = math.floor(rows * (1.0 - fraction))
-    if not 0 < at < rows:
-        raise ConfigError(
-            f"validation_split must lie between 0 and 1, and leave rows for both parts, got {fraction!r} for {counted(rows, 'row')}"
-        )
-    first, last = (tf.nest.map_structure(itemgetter(part), tuple(arrays)) for part in (slice(at), slice(at, None)))
-    return first, last
-
-
-def in_batches(arrays: Any, size: int, *, shuffle: bool, name: str) -> Any:
-    """Make a data set of batches from arrays, in another order for each epoch if they are
-    shuffled."""
-    rows = _rows(arrays, name=name)
-    # A data set makes one tensor of a list.
-    parts = tuple(tuple(part) if isinstance(part, list) else part for part in arrays)
-    tensors = tf.nest.map_structure(tf.convert_to_tensor, parts)
-    numbers = tf.data.Dataset.range(rows)
-    numbers = numbers.shuffle(rows, seed=0) if shuffle else numbers
-
-    def gathered(batch: Any) -> Any:
-        return tf.nest.map_structure(lambda tensor: tf.gather(tensor, batch), tensors)
-
-    return numbers.batch(size).map(gathered, num_parallel_calls=tf.data.AUTOTUNE)
-
-
-def _rows(arrays: Any, *, name: str) -> int:
-    """Count the rows of the arrays. Raise ConfigError unless all have as many."""
-    shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in tf.nest.flatten(arrays)]
-    rows = {int(shape[0]) if len(shape) else 0 for shape in shapes}
-    if len(rows) != 1 or 0 in rows or len(arrays) > 3:
-        raise ConfigError(
-            f"{name} must be a data set, or arrays (x, y) or (x, y, sample_weight) with the same number of rows, got "
-            f"{len(arrays)} with the shapes {', '.join(str(tuple(shape)) for shape in shapes)}"
-        )
-    return rows.pop()
 
 
 def batches_per_epoch(data: Any, workers: int) -> int | None:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from raysgd.config import at_least
 from raysgd.constants import NUM_SAMPLES
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.tf import foreign
 from raysgd.tf.channel import Channel
-from raysgd.tf.data import are_arrays, batches_per_epoch, in_batches, split
+from raysgd.tf.data import batches_per_epoch
 from raysgd.tf.parts import (
     KerasParts,
     as_tensor,
     assign,
     build_unbuilt,
     graph_function,
+    refuse_arrays,
+    refuse_own_steps,
     refuse_sum,
     rows_in,
     running_statistics,
@@ -252,6 +253,7 @@ class TrainingOperator(OperatorBase):
         parts.optimizers = [
             _scaling(optimizer, model) for optimizer, model in zip(parts.optimizers, parts.models, strict=False)
         ]
+        refuse_own_steps(parts.models, type(self))
         refuse_sum(criterion, "the criterion")
         parts.metrics, parts.criterion = parts.as_list(metrics), criterion
         parts.registered = True
@@ -265,49 +267,23 @@ class TrainingOperator(OperatorBase):
         train_dataset: Any = None,
         validation_dataset: Any = None,
         test_dataset: Any = None,
-        batch_size: int | None = None,
-        validation_split: float = 0.0,
-        shuffle: bool | None = None,
     ) -> None:
         """Register the data. For validations and tests also a dict of data by name: `val_loss` is
         then `val_NAME_loss`, over the rows of that data.
 
-        train_dataset       a `tf.data.Dataset` of batches, anything else that can be iterated
-                            repeatedly, or arrays as Keras' `fit` takes them: `(x, y)` or
-                            `(x, y, sample_weight)`
+        train_dataset       a `tf.data.Dataset` of batches, or anything else that can be iterated
+                            repeatedly
         validation_dataset  the same, for validations
-        test_dataset        the same, for tests
-        batch_size          rows in a batch of all workers together, for arrays (32)
-        validation_split    the part of the training arrays whose last rows are the validation data
-        shuffle             whether training arrays are shuffled for each epoch (True)
-        """
-        if validation_split:
-            if validation_dataset is not None or not are_arrays(train_dataset):
-                raise ConfigError(
-                    "validation_split takes the validation data from the arrays train_dataset=(x, y): pass arrays, and no "
-                    "validation_dataset, or leave validation_split out"
-                )
-            train_dataset, validation_dataset = split(train_dataset, validation_split, name="train_dataset")
+        test_dataset        the same, for tests"""
         given = {"train_dataset": train_dataset, "validation_dataset": validation_dataset, "test_dataset": test_dataset}
-        every = [data for own in given.items() for _, data in each_loader(*own)]
-        if (batch_size, shuffle) != (None, None) and not any(map(are_arrays, every)):
-            raise ConfigError(
-                "batch_size and shuffle are for arrays, such as train_dataset=(x, y): leave them out for data sets, and call "
-                ".shuffle(n) and .batch(n) on those"
-            )
-        size = 32 if batch_size is None else batch_size
-        at_least("batch_size", size, 1, whole=True)
-
-        def registered(data: Any, name: str) -> Any:
-            if are_arrays(data):
-                return in_batches(data, size, shuffle=name == "train_dataset" and shuffle is not False, name=name)
-            if data is not None and not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
-                raise ConfigError(f"{name} must be a tf.data.Dataset or another iterable of batches, got {data!r}")
-            return data
-
         for name, data in given.items():
-            made = [registered(each, called) for called, each in each_loader(name, data)]
-            setattr(self._parts, name, dict(zip(data, made, strict=True)) if isinstance(data, Mapping) else made[0])
+            for called, each in each_loader(name, data):
+                refuse_arrays(each, called)
+                if each is not None and not hasattr(each, "__iter__") and not hasattr(each, "__getitem__"):
+                    raise ConfigError(
+                        f"{called} must be a tf.data.Dataset or another iterable of batches, got {each!r}"
+                    )
+            setattr(self._parts, name, data)
 
     # -- for the default methods ----------------------------------------------------------------------
 

@@ -50,6 +50,31 @@ def refuse_sum(loss: Any, name: str) -> None:
         )
 
 
+def refuse_own_steps(models: Sequence[Any], operator_cls: type) -> None:
+    """Raise ConfigError for a model's own step that no method of the operator stands for: raysgd's
+    default methods would train or validate in another way."""
+    for step, method in {"train_step": "train_batch", "test_step": "validate_batch"}.items():
+        if not getattr(operator_cls, method).__module__.startswith("raysgd."):
+            continue
+        for model in models:
+            own = getattr(model, step, None)
+            if own is not None and getattr(own, "__func__", own) is not getattr(keras.Model, step):
+                raise ConfigError(
+                    f"{type(model).__name__} has a {step} of its own, which raysgd does not call: write {method} in a "
+                    "TrainingOperator, with what the step does"
+                )
+
+
+def refuse_arrays(data: Any, name: str) -> None:
+    """Raise ConfigError for data as Keras' `fit` takes it, `(x, y)`: iterating over it would give
+    its arrays as batches. (Batches in a tuple are tuples.)"""
+    first: Any = data[0] if isinstance(data, tuple) and data else ()
+    if not isinstance(first, tuple) and any(hasattr(leaf, "shape") for leaf in tf.nest.flatten(first)):
+        raise ConfigError(
+            f"{name} must be a tf.data.Dataset of batches, got arrays: pass tf.data.Dataset.from_tensor_slices((x, y)).batch(n)"
+        )
+
+
 def as_tensor(variable: Any) -> Any:
     """The value of a Keras 3 variable, or of a TensorFlow variable."""
     return tf.convert_to_tensor(variable)
@@ -98,7 +123,7 @@ def seed_states(models: Sequence[Any]) -> list[Any]:
 def build_unbuilt(parts: KerasParts) -> None:
     """Create the variables of models that have none yet, from the shape of the data."""
     for model in parts.models:
-        # A model with a train_step of its own may consist of models that are built, and have no `call`.
+        # A model may only consist of models that are built, which train_batch uses, and have no `call`.
         if (not model.built and type(model).call is not keras.Model.call) or not model.variables:
             spec = getattr(parts.train_dataset, "element_spec", None)
             features = spec[0] if isinstance(spec, tuple) else spec

@@ -13,8 +13,7 @@ import keras  # noqa: E402
 
 from raysgd import ElasticConfig  # noqa: E402
 from raysgd.tf import TFTrainer  # noqa: E402
-from tests.tf.small import data_creator, make_model  # noqa: E402
-from tests.tf.test_own_steps import Dies  # noqa: E402
+from tests.tf.small import data_creator, fire, make_model  # noqa: E402
 
 
 def averaging(config: dict[str, Any]) -> Any:
@@ -29,6 +28,18 @@ def compiled(optimizer: Any) -> Any:
     model = make_model()
     model.compile(optimizer=optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
+
+
+class Dies(keras.callbacks.Callback):  # type: ignore[name-defined,misc]
+    """Kills a worker, once, before the ninth step. The other one is waiting for its gradients then."""
+
+    def __init__(self, marks: Path) -> None:
+        super().__init__()
+        self.marks = marks
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if int(self.model.optimizer.iterations) == 8:
+            fire("kill", str(self.marks))
 
 
 class Worsens(keras.callbacks.Callback):  # type: ignore[name-defined,misc]

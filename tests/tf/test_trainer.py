@@ -110,17 +110,71 @@ def test_a_call_without_an_optimizer_step_warns_once(caplog: pytest.LogCaptureFi
     )
 
 
+class OwnSteps(keras.Model):  # type: ignore[misc]
+    def train_step(self, data: Any) -> Any:
+        return {"loss": 0.0}
+
+
+class OwnTest(keras.Model):  # type: ignore[misc]
+    def test_step(self, data: Any) -> Any:
+        return {"loss": 0.0}
+
+
 @pytest.mark.parametrize(
-    ("weights", "given"), [({0: 0.5, 1: 1.0, 2: 4.0}, {0: 0.5, 1: 1.0, 2: 4.0}), ({0: 4.0, 1: 1.0, 2: 1.0}, {0: 4.0})]
+    ("kind", "step", "method"), [(OwnSteps, "train_step", "train_batch"), (OwnTest, "test_step", "validate_batch")]
 )
-def test_class_weights_equal_those_of_keras(weights: dict[int, float], given: dict[int, float]) -> None:
-    """Classes that are not given have the weight 1, as in Keras for arrays."""
-    model = alone(1, class_weight=weights)
-    with of_creators({"fit_config": {"class_weight": given}}) as trainer:
-        trainer.train()
-        mine = trainer.get_model().get_weights()
-    for expected, got in zip(model.get_weights(), mine, strict=True):
-        np.testing.assert_allclose(got, expected, atol=1e-6)
+def test_a_step_that_would_not_be_called_is_refused(kind: Any, step: str, method: str) -> None:
+    def create(config: dict[str, Any]) -> Any:
+        x = keras.Input((8,))
+        model = kind(x, keras.layers.Dense(3)(x))
+        model.compile("sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    class Registers(Small):
+        def setup(self, config: dict[str, Any]) -> None:
+            model = create(config)
+            self.register(models=model, optimizers=model.optimizer, criterion=model.loss)
+
+    says = f"{kind.__name__} has a {step} of its own, which raysgd does not call: write {method} in a TrainingOperator"
+    Registers.train_batch = TrainingOperator.train_batch  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match=says):
+        TFTrainer(training_operator_cls=Registers)
+    with pytest.raises(ConfigError, match=says):
+        TFTrainer(create, data_creator)
+    written = type("Written", (Registers,), {method: lambda self, batch, batch_info: {}})
+    TFTrainer(training_operator_cls=written).shutdown()
+
+
+def test_validation_data_with_names() -> None:
+    class Named(Small):
+        def setup(self, config: dict[str, Any]) -> None:
+            super().setup(config)
+            data = tf.data.Dataset.from_tensor_slices(small.make_data())
+            parts = {"first": data.take(30).batch(8), "rest": data.skip(30).batch(8)}
+            self.register_data(train_dataset=data.batch(8), validation_dataset=parts)
+
+    with TFTrainer(training_operator_cls=Named) as trainer:
+        found = trainer.validate()
+        features, labels = small.make_data()
+        model, loss = trainer.get_model(), trainer.get_local_operator().criterion
+        for name, part in (("first", slice(30)), ("rest", slice(30, None))):
+            output = model(features[part])
+            right = float(np.mean(np.argmax(output, axis=1) == labels[part]))
+            assert found[f"val_{name}_loss"] == pytest.approx(float(loss(labels[part], output)), rel=1e-5)
+            assert found[f"val_{name}_hits"] == pytest.approx(right)
+        assert found["num_samples"] == ROWS and found["batch_count"] == 4 + 9
+
+
+@pytest.mark.parametrize("name", ["train_dataset", "validation_dataset", "test_dataset"])
+def test_arrays_are_no_batches(name: str) -> None:
+    class Registers(Small):
+        def setup(self, config: dict[str, Any]) -> None:
+            self.register_data(**{name: small.make_data()})
+
+    with pytest.raises(ConfigError, match=rf"{name} must be .*, got arrays: pass .*from_tensor_slices\(\(x, y\)\)"):
+        TFTrainer(training_operator_cls=Registers)
+    with pytest.raises(ConfigError, match=r"train_dataset must be .* of batches, got arrays"):
+        TFTrainer(model_creator, lambda config: (small.make_data(), None))
 
 
 class Smoothed(keras.Model):  # type: ignore[misc]
@@ -155,15 +209,17 @@ def test_fit_arguments_that_keras_ignores_are_accepted(caplog: pytest.LogCapture
     ignored = {"workers": 2, "use_multiprocessing": True, "max_queue_size": 10, "shuffle": True}
     with of_creators({"fit_config": {"epochs": 2, **ignored}}) as trainer:
         assert trainer.train()["epoch"] == 2
-    for names in ("max_queue_size, use_multiprocessing, workers", "shuffle"):
-        text = f"config['fit_config'] has {names}, which Keras ignores for data sets, and raysgd too"
-        assert 1 <= caplog.messages.count(text) <= 2, "by the driver and the worker, but not for each batch"
+    names = "max_queue_size, shuffle, use_multiprocessing, workers"
+    text = f"config['fit_config'] has {names}, which Keras ignores for data sets, and raysgd too"
+    assert 1 <= caplog.messages.count(text) <= 2, "by the driver and the worker, but not for each batch"
 
 
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"fit_config": {"batch_size": 3}}, "batch_size and shuffle are for arrays"),
+        ({"fit_config": {"batch_size": 3}}, r"call .batch\(n\) on the data set"),
+        ({"fit_config": {"validation_split": 0.1}}, "returns the validation data second"),
+        ({"fit_config": {"class_weight": {0: 2.0}}}, r"give \(x, y, sample_weight\), or write train_batch"),
         ({"fit_config": {"validation_data": 1}}, "validate"),
         ({"fit_config": {"sample": 2}}, "'sample': only epochs, .* have an effect"),
         ({"evaluate_config": {"sample_weight": 1}}, "sample_weight"),
@@ -176,10 +232,9 @@ def test_fit_arguments_without_effect_are_refused_by_name(config: dict[str, Any]
         of_creators(config)
 
 
-@pytest.mark.parametrize("name", ["callbacks", "class_weight", "batch_size", "shuffle"])
-def test_fit_arguments_of_compiled_models_warn_for_operators(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    with TFTrainer(training_operator_cls=Small, config={"fit_config": {"epochs": 2, name: {}}}):
-        assert f"config['fit_config'] has {name}, which only compiled models use, so it has no effect" in caplog.text
+def test_callbacks_of_compiled_models_warn_for_operators(caplog: pytest.LogCaptureFixture) -> None:
+    with TFTrainer(training_operator_cls=Small, config={"fit_config": {"epochs": 2, "callbacks": []}}):
+        assert "config['fit_config'] has callbacks, which only compiled models use, so it has no effect" in caplog.text
 
 
 def test_arguments_of_compile_without_effect(caplog: pytest.LogCaptureFixture) -> None:
