@@ -120,11 +120,10 @@ def later(found: Violation, parts: int) -> str:
     )
 
 
-def refused(found: Violation, given: str) -> str:
-    """Return the error of code or data that does not follow the contract, if the user has `given`
-    an argument that needs it, such as "parts=4"."""
-    name = given.partition("=")[0]
-    return f"{given} needs code and data that can be divided, but {found.found}. To fix this, {found.advice}; or leave {name} out"
+def refused(found: Violation, parts: int) -> str:
+    """Return the error of code or data that does not follow the contract, if the user has passed
+    `parts`."""
+    return f"parts={parts} needs code and data that can be divided, but {found.found}. To fix this, {found.advice}; or leave parts out"
 
 
 def notice(found: Violation, parts: int) -> str:

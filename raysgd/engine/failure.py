@@ -37,8 +37,8 @@ MORE_ROOM = (
 )
 
 MEMORY_HINT = (
-    "The GPU's memory is full. Use smaller batches (with TrainingOptions(accumulate=...), several share one step), or "
-    'TrainingOptions(precision="bf16")'
+    "The GPU's memory is full. Divide the batch into more parts with TorchTrainer(parts=...), use smaller batches (with "
+    'TrainingOptions(accumulate=...), several share one step), or TrainingOptions(precision="bf16")'
 )
 NO_GROUP_HINT = (
     "One worker trains without a process group, so torch's collective calls fail there. Guard yours with `if self.world_size > 1`, or "

@@ -18,7 +18,6 @@ from raysgd.torch.wrapping import Exchange
 NOT_WITH_HOROVOD: Exclusions = (
     ({"parallel": ("fsdp",)}, "Horovod averages the gradients of full models. Use backend='auto'"),
     ({"ddp_args": bool}, "Horovod does not use DistributedDataParallel, and its own arguments go into horovod_args"),
-    ({"on_oom": bool}, "it divides batches where torch averages the gradients. Use backend='auto'"),
     ({"comm_hook": bool}, "Horovod does not use DistributedDataParallel. Use horovod_args={'compression': 'fp16'}"),
     ({"sync_batchnorm": bool}, "use backend='auto', or Horovod's hvd.SyncBatchNorm in your model"),
     ({"horovod_args": bool, "parallel": (None,)}, "they are for gradients that the trainer averages"),

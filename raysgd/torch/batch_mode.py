@@ -79,10 +79,7 @@ class KeepBatch(Policy):
     ) -> None:
         self._ranks_read, self._ranks_said, self._method = ranks_read, set[str](), method
         self._parts, self._batches, self._elastic = parts, settings.num_workers, settings.elastic
-        on_oom = settings.options.on_oom
-        self.parts = settings.all_parts  # of a batch: `SplitParts` may make them more
-        # What the user has passed that needs parts.
-        self._given = f"on_oom={on_oom!r}" if on_oom else f"parts={settings.parts}" if settings.parts else ""
+        self._all_parts, self._given = settings.all_parts, settings.parts
         self.deal: tuple[int, ...] = ()  # how many parts each rank computes: `Dealer` writes it
         self.why = why or _why_not(settings)
         self._against_data: Violation | None = None
@@ -110,11 +107,13 @@ class KeepBatch(Policy):
         """What becomes of the batch, "" before the first step."""
         if self._elastic.batch == PER_WORKER or self._reason is not None:
             return PER_WORKER
-        return PARTS if self.position.contract is not None or self.parts == 1 else ""
+        return PARTS if self.position.contract is not None or self._all_parts == 1 else ""
 
     def division(self, ranks: int) -> Division:
         """Return how this many ranks divide a batch."""
-        return Division(ranks, ranks) if self.mode == PER_WORKER else Division(self._batches, self.parts, self.deal)
+        if self.mode == PER_WORKER:
+            return Division(ranks, ranks)
+        return Division(self._batches, self._all_parts, self.deal)
 
     # -- the first step, and steps of several parts on each worker --------------------------------------
 
@@ -230,7 +229,7 @@ class KeepBatch(Policy):
         if not self._several:
             self._found = self._found or found
         elif not self._decides:
-            raise ConfigError(later(found, self.parts))
+            raise ConfigError(later(found, self._all_parts))
         else:
             self._refuse(found)
             self.position.contract = tuple(found)
@@ -249,9 +248,8 @@ class KeepBatch(Policy):
         self._say(found)
 
     def _refuse(self, found: Violation | None) -> None:
-        """Raise ConfigError for what does not follow the contract, if the trainer got what needs
-        it."""
-        if found is not None and self._given:
+        """Raise ConfigError for what does not follow the contract, if the trainer got `parts`."""
+        if found is not None and self._given is not None:
             raise ConfigError(refused(found, self._given))
 
     @property
@@ -262,16 +260,15 @@ class KeepBatch(Policy):
         """Log, once, what does not follow the contract."""
         if found is not None and self._leads and not self._said:
             self._said = True
-            logger.warning("%s", notice(found, self.parts))
+            logger.warning("%s", notice(found, self._all_parts))
 
     # -- all ranks together ---------------------------------------------------------------------------
 
     def joined(self, rank_info: RankInfo) -> None:
         """Agree with the other ranks of a new generation."""
         if self._elastic.batch == "auto" and self.why is None and not rank_info.solo:
-            every = gathered_objects((self.position.contract, self.parts), self._parts.calls.control)
-            known = [each for each, _ in every if each is not None]
-            self.position.contract, self.parts = max(known, default=None), max(parts for _, parts in every)
+            every = gathered_objects(self.position.contract, self._parts.calls.control)
+            self.position.contract = max((each for each in every if each is not None), default=None)
 
     def loaded(self) -> None:
         """Check a step again, because a checkpoint was loaded, which other code may have

@@ -15,7 +15,6 @@ from raysgd.torch.parts import Parts
 from raysgd.torch.profiling import Profiler
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.skipped_steps import LeaveOut
-from raysgd.torch.split_parts import SplitParts
 from raysgd.torch.weights import Weigh
 from raysgd.training.internals import Internals
 
@@ -33,7 +32,6 @@ class TorchInternals(Internals):
     buffers: KeepBuffers
     keep_batch: KeepBatch
     dealer: Dealer
-    split_parts: SplitParts | None
     profiler: Profiler | None
     gives_batches: bool  # to methods of the user
     counted: Any = None  # by the default `train_batch`, for the backward pass that it begins

@@ -43,7 +43,6 @@ from raysgd.torch.profiling import Profiler
 from raysgd.torch.schedules import Scheduling
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.skipped_steps import LeaveOut
-from raysgd.torch.split_parts import SplitParts
 from raysgd.torch.step_options import (
     Accumulate,
     CallOnStep,
@@ -147,9 +146,7 @@ class TrainingOperator(Scheduling):
         internals.buffers = KeepBuffers(parts)
         internals.gives_batches = self._has_own_steps or bool(self._overrides(*GET_BATCHES))
         internals.keep_batch = self._make_keep_batch(settings)
-        internals.dealer, internals.split_parts = Dealer(settings, internals, self._device), None
-        if settings.options.on_oom is not None:
-            internals.split_parts = SplitParts(parts, internals.keep_batch, internals.part_states, self._device)
+        internals.dealer = Dealer(settings, internals, self._device)
         self._attributes = WatchAttributes(self, parts)
         self._set_up()
         self._refuse_taken_names()
@@ -188,7 +185,7 @@ class TrainingOperator(Scheduling):
         moves, on_cpu = bool(self._overrides("train_epoch", "train_batch")), self.device.type == "cpu"
         # Whether code besides an optimizer may set its rate.
         sets = bool(own or self._overrides("zero_grad") or self._has_metrics or parts.schedulers)
-        alone = accumulates or own or "seconds" in measures or not options.read_ahead or options.on_oom is not None
+        alone = accumulates or own or "seconds" in measures or not options.read_ahead
         wanted: list[tuple[bool, Any]] = [
             (not on_cpu and not alone, ReadAfterLaunch(parts, self.timers)),
             (settings.adds_parts, internals.buffers),  # whose sending the next one looks at
@@ -197,7 +194,6 @@ class TrainingOperator(Scheduling):
             (moves and settings.adds_parts and options.parallel != "fsdp", KeepWeights(parts)),
             (accumulates or (settings.adds_parts and sets), KeepSettings(parts)),
             (in_parts, internals.keep_batch),
-            (internals.split_parts is not None, internals.split_parts),
             (exact or accumulates, internals.weigh),
             ("train" in parts.metrics, KeepMetrics(parts)),
             (internals.leave_out.on, internals.leave_out),
@@ -463,8 +459,6 @@ class TrainingOperator(Scheduling):
             self._whole.require_hooks(parts.optimizers)
         if self._settings.adds_parts or not self._has_own_steps:
             self._watch_steps(parts.optimizers)  # before others, which change gradients
-        if self._internals.split_parts is not None:
-            self._internals.split_parts.watch(parts.optimizers)
         parts.averages.watch(parts.models, parts.optimizers, precision=parts.options.precision)
         self._internals.monitor.watch(clips_itself=self._has_own_steps)
 

@@ -55,10 +55,6 @@ EXCLUDED: Exclusions = (
         "fp16 finds its scale through infinite gradients: use 'bf16', or on_nonfinite='skip'",
     ),
     (
-        {"on_oom": bool, "parallel": ("fsdp",)},
-        "a worker that stops within a layer leaves it gathered. Leave on_oom out, or pass parallel='ddp'",
-    ),
-    (
         {"on_nonfinite": bool, "comm_hook": POWERSGD},
         "PowerSGD adds each error to the next step, and never recovers from a gradient that is not finite: leave one of them out",
     ),
@@ -85,10 +81,6 @@ def _uneven(shares: Any) -> bool:
     return bool(shares != "equal")
 
 
-WITH_ON_OOM: Exclusions = (
-    ({"on_oom": bool, "shares": _uneven}, "shares deal the parts that there are. Leave one of them out"),
-    ({"on_oom": bool, "batch": ("per_worker",)}, "without parts, a worker's batch is not divided. Leave batch out"),
-)
 EXCLUDED_WITH_SEVERAL_WORKERS: Exclusions = (
     (
         {"name": bool, "parallel": ("fsdp",)},
@@ -144,8 +136,6 @@ class TrainingOptions:
         clip_value      largest absolute value of each gradient; None: no clipping
         on_nonfinite    what to do with a step whose gradients are infinite or NaN: "skip": no rank makes it; "raise": all ranks
                         raise NonFiniteError; None (the default): it is not checked
-        on_oom          "split": if a part of a batch does not fit into memory, all ranks compute the batch again in twice as
-                        many parts, and keep that; None (the default): torch's OutOfMemoryError ends the call
         read_ahead      False: a batch is read when the step before it is made, for data that the current weights make.
                         Otherwise, the next batch may be read before that, on GPUs always
         compile         True, or arguments of `torch.compile`, such as {"mode": "max-autotune"}; compiles each model
@@ -166,7 +156,6 @@ class TrainingOptions:
     clip_norm: float | None = None
     clip_value: float | None = None
     on_nonfinite: NonFiniteName | None = None
-    on_oom: Literal["split"] | None = None
     read_ahead: bool = True
     compile: bool | Mapping[str, Any] = False
     channels_last: bool = False
@@ -179,7 +168,6 @@ class TrainingOptions:
         one_of("parallel", self.parallel, *get_args(ParallelName), None)
         one_of("gradients", self.gradients, *get_args(GradientsName))
         one_of("on_nonfinite", self.on_nonfinite, *get_args(NonFiniteName), None)
-        one_of("on_oom", self.on_oom, "split", None)
         at_least("accumulate", self.accumulate, 1, whole=True)
         at_least("replicas", self.replicas, 1, whole=True)
         for name, value in {"clip_norm": self.clip_norm, "clip_value": self.clip_value}.items():
@@ -217,8 +205,9 @@ class TrainingOptions:
 
     def check_with(self, *, num_workers: int, use_gpu: bool, elastic: ElasticConfig, name: str | None = None) -> None:
         """Raise ConfigError for other arguments of the trainer that exclude these options."""
-        given = {**vars(self), "comm_hook": self.hook_name, "use_gpu": use_gpu, "name": name, **vars(elastic)}
-        refuse((*WITH_ON_OOM, *(EXCLUDED_WITH_SEVERAL_WORKERS if num_workers > 1 else ())), given)
+        if num_workers > 1:
+            given = {**vars(self), "comm_hook": self.hook_name, "use_gpu": use_gpu, "name": name, **vars(elastic)}
+            refuse(EXCLUDED_WITH_SEVERAL_WORKERS, given)
         if self.parallel is None and num_workers > 1:
             refuse_comparison(elastic, "with parallel=None raysgd does not know whether they should be equal")
         if self.parallel == "fsdp" and num_workers > 1 and elastic.snapshot_every not in ("epoch", None):

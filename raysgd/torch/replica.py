@@ -4,7 +4,6 @@ Worker."""
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 
 from raysgd.core.batch_mode import PER_WORKER
 from raysgd.core.control import Control
-from raysgd.core.outcomes import TrainAgain
 from raysgd.core.rank_comparison import Summary
 from raysgd.core.ranks import RankInfo
 from raysgd.core.rows import OTHER
@@ -118,14 +116,6 @@ class TorchReplica(ReplicaBase):
                 for name in (each for each in rows if rows[each] != first.get(each, rows[each])):
                     raise ConfigError(OTHER.format(loader=name, low=0, high=rank, ours=first[name], theirs=rows[name]))
             self._same_rows = True
-
-    def train_again(self, error: Exception) -> TrainAgain | None:
-        split = self.internals.split_parts
-        if split is None or not isinstance(error, torch.OutOfMemoryError) or (why := split.split(self.rank)) is None:
-            return None
-        traceback.clear_frames(error.__traceback__)  # which hold what the step has computed
-        torch.cuda.empty_cache()  # does nothing without a GPU
-        return TrainAgain(why)
 
     # -- data -----------------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ class TorchSettings(ReplicaSettings):
     @property
     def adds_parts(self) -> bool:
         """Return whether a step can have several parts, on any workers."""
-        return (self.all_parts > 1 or self.options.on_oom is not None) and not self.alone
+        return self.all_parts > 1 and not self.alone
 
     @property
     def divides_data(self) -> bool:

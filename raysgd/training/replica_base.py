@@ -111,17 +111,8 @@ class ReplicaBase(ABC):
             return failure.interrupted(name, self.partial(), self.progress)
         except TrainAgain as found:
             return found.interrupted(self.partial(), self.progress)
-        except Exception as error:
-            again = self.train_again(error) if call.name == "train" else None
-            if again is None:
-                raise
-            return again.interrupted(self.partial(), self.progress)
         finally:
             self.control.phase = "idle"
-
-    def train_again(self, error: Exception) -> TrainAgain | None:
-        """Why a batch that an error has ended is trained again; None if it is not."""
-        return None
 
     def _make_change(self, call: Call) -> Any:
         """Make the user's change of the state, unless that has it. Return what it returns."""

@@ -169,7 +169,7 @@ def test_every_field_reaches_the_operator() -> None:
         comm_hook="fp16",
     )
     set_here: set[str] = set()
-    others = TrainingOptions(precision="fp32", parallel="ddp", on_nonfinite="skip", on_oom="split", read_ahead=False)
+    others = TrainingOptions(precision="fp32", parallel="ddp", on_nonfinite="skip", read_ahead=False)
     for given in (common, others):
         set_here |= {
             each.name for each in fields(given) if getattr(given, each.name) != getattr(TrainingOptions(), each.name)
