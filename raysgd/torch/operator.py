@@ -141,7 +141,12 @@ class TrainingOperator(Scheduling):
         own: Any = type(self).metrics  # which can be an attribute of older code, and not the hook
         self._metrics_hook = own if callable(own) else TrainingOperator.metrics
         self._has_metrics = self._metrics_hook is not TrainingOperator.metrics
-        internals.leave_out = self._make_guard(settings)
+        on_nonfinite = settings.options.on_nonfinite
+        if on_nonfinite is not None and self._has_own_steps:
+            raise ConfigError(
+                f"on_nonfinite={on_nonfinite!r} is for operators, and {type(self).__name__} makes its steps itself: leave it out"
+            )
+        internals.leave_out = LeaveOut(parts, internals.position, self._device)
         internals.part_states = PartStates(type(self), parts, self._device)
         internals.buffers = KeepBuffers(parts)
         internals.gives_batches = self._has_own_steps or bool(self._overrides(*GET_BATCHES))
@@ -181,7 +186,7 @@ class TrainingOperator(Scheduling):
         options, measures, shares = settings.options, settings.measures, settings.elastic.shares
         accumulates, clips = options.accumulate > 1, options.clip_norm is not None or options.clip_value is not None
         exact, in_parts = self._exact, settings.adds_parts and settings.elastic.batch == "auto"
-        own = self._overrides("train_epoch", "train_batch", "backward", "step", "skip_step", "on_step")
+        own = self._overrides("train_epoch", "train_batch", "backward", "step", "on_step")
         moves, on_cpu = bool(self._overrides("train_epoch", "train_batch")), self.device.type == "cpu"
         # Whether code besides an optimizer may set its rate.
         sets = bool(own or self._overrides("zero_grad") or self._has_metrics or parts.schedulers)
@@ -254,19 +259,6 @@ class TrainingOperator(Scheduling):
             if isinstance(value, LRScheduler) and id(value) not in known:
                 self._internals.warn_once(NOT_REGISTERED, name, type(value).__name__, name)
 
-    def _make_guard(self, settings: TorchSettings) -> LeaveOut:
-        own, options = bool(self._overrides("skip_step")), settings.options
-        if (own or options.on_nonfinite) and self._has_own_steps:
-            named = "skip_step()" if own else f"on_nonfinite={options.on_nonfinite!r}"
-            raise ConfigError(
-                f"{named} is for operators, and {type(self).__name__} makes its steps itself: leave it out"
-            )
-        if own and ((settings.distributed and options.parallel is None) or options.precision == "apex"):
-            given = "precision='apex'" if options.precision == "apex" else "parallel=None"
-            raise ConfigError(f"skip_step() cannot be combined with {given}: leave one of them out")
-        rule = self.skip_step if own else None
-        return LeaveOut(rule, self._parts, self._internals.position, self._device, exact=self._exact)
-
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Train one step on one `batch`, `(*features, target)`: forward, loss, backward, optimizer.
         It is called once for each part of a batch: what belongs to the step goes into
@@ -307,15 +299,6 @@ class TrainingOperator(Scheduling):
         Make no collective calls in it. An error is raised as it is, and the step stays made. With a
         `seed`, random numbers are alike on all ranks. An operator without this method costs
         nothing."""
-
-    def skip_step(self, info: dict[str, Any]) -> bool:
-        """Whether to leave out an optimizer's step. `info` has the loss that `self.backward` got,
-        as the mean over the step's samples on all ranks, with `global_step` and `epoch`. The
-        gradients are exchanged already, and not yet clipped.
-
-        If any rank returns True, no rank makes the step. An operator without this method costs
-        nothing."""
-        return False
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Validate on one pass over `val_iterator`, without gradients and in eval mode. Return what

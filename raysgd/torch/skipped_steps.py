@@ -1,10 +1,9 @@
-"""Leave out an optimizer step, on all ranks together, whose gradients are not finite or that the
-operator refuses. Worker."""
+"""Leave out an optimizer step, on all ranks together, whose gradients are not finite. Worker."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -14,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from raysgd.core.control import Control
-from raysgd.errors import ConfigError, NonFiniteError
+from raysgd.errors import NonFiniteError
 from raysgd.torch.parts import Parts
-from raysgd.torch.weights import count_of
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.position import Position
 from raysgd.training.step import Step
@@ -28,10 +26,6 @@ ADVICE = {
     "skip": f"on_nonfinite='skip' allows {MOST_LEFT_OUT - 1} such batches in a row: load the newest checkpoint, and use a smaller "
     "learning rate, clip_norm, or precision='bf16' or 'fp32'",
 }
-REFUSED = (
-    f"skip_step() has left out the steps of {MOST_LEFT_OUT} batches in a row: its rule no longer fits this training. Load the "
-    "newest checkpoint, or change the rule"
-)
 
 
 @dataclass(frozen=True)
@@ -102,24 +96,12 @@ def gathered_objects(value: Any, control: Control) -> list[Any]:
 
 
 class LeaveOut(Policy):
-    """Leaves out steps: those whose gradients are not finite, and those that the operator's
-    `skip_step`, the `rule`, refuses. Owns what is known about the open step, and the number of
-    steps that this call has left out."""
+    """Leaves out steps whose gradients are not finite. Owns what is known about the open step, and
+    the number of steps that this call has left out."""
 
-    def __init__(
-        self,
-        rule: Callable[[dict[str, Any]], Any] | None,
-        parts: Parts,
-        position: Position,
-        device: torch.device,
-        *,
-        exact: bool,
-    ) -> None:
-        self._exact = exact  # whether gradients are means over samples
-        on_nonfinite = parts.options.on_nonfinite
-        self.on = on_nonfinite is not None or rule is not None
-        self.option = "skip_step()" if on_nonfinite is None else f"on_nonfinite={on_nonfinite!r}"
-        self._action, self._rule = on_nonfinite, rule
+    def __init__(self, parts: Parts, position: Position, device: torch.device) -> None:
+        self._action = parts.options.on_nonfinite
+        self.on, self.option = self._action is not None, f"on_nonfinite={self._action!r}"
         self._parts, self._position, self._device = parts, position, device
         self.skipped = 0
         self._forget()
@@ -129,8 +111,8 @@ class LeaveOut(Policy):
         return self._parts.calls.control
 
     def _forget(self) -> None:
-        self._left_out = self._went = self._counts = self._judged = False
-        self._losses: list[tuple[torch.Tensor, Any]] = []
+        self._left_out = self._went = self._counts = False
+        self._losses: list[torch.Tensor] = []
 
     def on_step(self, step: Step) -> None:
         """Count what happened in a step that is committed."""
@@ -143,39 +125,26 @@ class LeaveOut(Policy):
         self._forget()
 
     def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
-        """Note the loss of a backward pass, and what it counts."""
+        """Note the loss of a backward pass."""
         # A CUDA graph's next forward pass writes its loss to the same memory.
-        if self._judged:  # a step was made with those before
-            self._losses, self._judged = [], False
-        kept = loss.detach() if step.closing else loss.detach().clone()
-        samples = step.current.weight * step.samples if self._exact else step.samples
-        self._losses.append((kept, samples if step.count is None else count_of(step)))
+        self._losses.append(loss.detach() if step.closing else loss.detach().clone())
         return loss
 
     def gradients(self, step: Step, optimizer: Any) -> bool:
         """Decide whether the step is made. Raise an error if it must not be, or after too many in a
         row that are left out."""
         parameters = [each for each in self._parts.stepped_by(optimizer) if each.grad is not None]
-        infinite, loss = self._action is not None and not _are_finite(parameters), math.nan
-        if self._rule is not None or not (self._action is None or self._are_exchanged(parameters)):
-            losses = [(float(loss), float(weight)) for loss, weight in self._losses]
-            weights = sum(weight for _, weight in losses)
-            total = sum(loss * weight for loss, weight in losses if weight)
-            found, total, weights = summed([infinite, total, weights], self._device, self._control)
-            infinite, loss = found > 0, total / (weights or math.nan)
-        too_many = self._position.left_out + 1 >= MOST_LEFT_OUT
-        if infinite and (self._action == "raise" or too_many):
+        infinite = not _are_finite(parameters)
+        if not self._are_exchanged(parameters):
+            infinite = summed([infinite], self._device, self._control)[0] > 0
+        if infinite and (self._action == "raise" or self._position.left_out + 1 >= MOST_LEFT_OUT):
             self._raise(step, parameters)
-        refused = self._rule is not None and not infinite and self._is_refused(self._rule, loss)
-        if refused and too_many:
-            raise NonFiniteError(REFUSED)
-        self._judged = True
-        self._left_out, self._went = self._left_out or infinite or refused, True
-        # A gradient scaler counts the steps with infinite gradients itself.
-        self._counts |= refused or (infinite and self._parts.precision.key != "amp_native")
+        self._left_out, self._went = self._left_out or infinite, True
+        # A gradient scaler counts these steps itself.
+        self._counts |= infinite and self._parts.precision.key != "amp_native"
         if not step.drawn:  # user code makes it without a batch of the iterator, so nothing else ends it
             self.on_step(step)
-        return not (infinite or refused)
+        return not infinite
 
     def _are_exchanged(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether every rank has the same gradients of these parameters, so that all see what is
@@ -188,22 +157,12 @@ class LeaveOut(Policy):
                 known |= {id(each) for each in model.parameters()}
         return all(id(each) in known for each in parameters)
 
-    def _is_refused(self, rule: Callable[[dict[str, Any]], Any], loss: float) -> bool:
-        """Whether the operator's rule refuses the step on some rank."""
-        if not self._losses:
-            raise ConfigError(
-                "skip_step() gets the loss of the step, and this operator calls loss.backward() itself: call self.backward(loss) "
-                "before each step instead"
-            )
-        found = rule({"loss": loss, "global_step": self._position.step, "epoch": self._position.epoch})
-        return summed([bool(found)], self._device, self._control)[0] > 0
-
     def _raise(self, step: Step, parameters: Sequence[torch.Tensor]) -> NoReturn:
         """Raise the error about gradients that are not finite, alike on all ranks."""
         bad = {id(each) for each in parameters if not _are_finite([each])}
         named = [pair for model in self._parts.models for pair in model.named_parameters()]
         names = [name for name, each in named if id(each) in bad]
-        losses = [float(loss) for loss, _ in self._losses]
+        losses = [float(loss) for loss in self._losses]
         loss = next((each for each in losses if not math.isfinite(each)), losses[-1] if losses else None)
         own = StepReport(self._position.step + 1, self._position.epoch, tuple(names), loss, self._samples(step))
         raise NonFiniteError(explained(gathered_objects(own, self._control), self._action or ""))

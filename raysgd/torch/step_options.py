@@ -136,12 +136,12 @@ class Accumulate(Policy):
     def begin(self, step: Step) -> None:
         drawn, first, self._passed = step.current, step.place == 0, False
         # Those of all ranks, if gradients are weighted by them.
-        step.samples = float((drawn.rows if self._exact else None) or drawn.samples or samples_in(drawn.batch))
+        samples = float((drawn.rows if self._exact else None) or drawn.samples or samples_in(drawn.batch))
         if first:
-            self._total, self._usual, self._witness = 0.0, step.samples * self._size, None
+            self._total, self._usual, self._witness = 0.0, samples * self._size, None
         if drawn.whole:
-            self._total += step.samples
-        step.share = step.samples / self._usual  # in any window: a rank does not know in each part how long it is
+            self._total += samples
+        step.share = samples / self._usual  # in any window: a rank does not know in each part how long it is
         if step.closing and self._total != self._usual and step.count is None:
             # Another rank's window can have another number of samples, so this comes before the exchange.
             self._weigh.correct(step, self._usual / self._total)

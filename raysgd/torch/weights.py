@@ -241,12 +241,6 @@ class Weigh(Policy):
         return count.device if self._ranks() == 1 and isinstance(count, torch.Tensor) else torch.device("cpu")
 
 
-def count_of(step: Step) -> Any:
-    """The count of the newest call of `self.backward`; 0 for samples that are repeated."""
-    count = step.count.value if isinstance(step.count, Counted) else step.count
-    return count if step.current.fresh else 0
-
-
 def _checked(count: Any) -> Any:
     """Check what a user passed as a count: a number, or a tensor on an accelerator, which is not
     read."""

@@ -87,10 +87,8 @@ class Step:
     failed     whether an error has ended it
     error      of a failed peer, raised again before another step is made or committed, if user code
                has caught it
-    samples    how many samples the current batch counts among those that share the step, if there
-               are several batches
-    share      their part in the step, relative to a batch alone, if the window has all of its
-               batches
+    share      the part of the current batch's samples in the step, relative to a batch alone, if
+               the window has all of its batches
     count      what the newest `self.backward` got as `count`; None for samples
     metrics    what the batches measured before the last one: values, weight, and whether no part of
                the same batch follows
@@ -110,7 +108,6 @@ class Step:
         "parts_before",
         "place",
         "policies",
-        "samples",
         "share",
     )
 
@@ -125,7 +122,7 @@ class Step:
         self.outcome: Outcome = "open"
         self.failed = False
         self.error: Exception | None = None
-        self.samples = self.share = 1.0
+        self.share = 1.0
         self.count: Any = None
         self.metrics: list[tuple[dict[str, Any], Any, bool]] = []
 

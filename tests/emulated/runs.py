@@ -209,11 +209,6 @@ class Counts(Curve):
         return {"train_loss": (loss.detach(), things.sum()), "num_samples": len(x)}
 
 
-class Ruled(Curve):
-    def skip_step(self, info: dict[str, Any]) -> bool:
-        return bool(info["loss"] > 100)
-
-
 def state_of(operator: Any) -> torch.Tensor:
     """Return the weights and Adam's moments that a rank has; of sharded ones, together with the others."""
     (optimizer,), (model,) = parts_of(operator).optimizers, models_of(operator)

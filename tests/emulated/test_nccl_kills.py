@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.emulated.runs import Counts, Ground, Kill, Mark, OwnStep, Ruled, emulation, state_of, trainer
+from tests.emulated.runs import Counts, Ground, Kill, Mark, OwnStep, emulation, state_of, trainer
 from tests.faults import alive
 
 pytestmark = [pytest.mark.elastic, pytest.mark.usefixtures("ray_cluster")]
@@ -45,7 +45,6 @@ def more(*values: Any) -> Any:
         # The first call is that of the counts.
         ({"operator": Counts, **BUCKETS}, [Kill(number=0), Kill(number=1)]),
         more({"operator": Counts, "accumulate": 2, **BUCKETS}, [Kill(number=0, place="after", step=3)]),
-        more({"operator": Ruled, "config": {"spoils": 1e4}, **BUCKETS}, [Kill(number=3)]),
     ],
     ids=[
         "ddp",
@@ -59,7 +58,6 @@ def more(*values: Any) -> Any:
         "fp16",
         "counts",
         "counts of windows",
-        "rule",
     ],
 )
 def test_kills_in_a_step(given: dict[str, Any], kills: Sequence[Any]) -> None:

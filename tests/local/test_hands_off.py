@@ -46,11 +46,6 @@ class Own(TrainingOperator):
         )
 
 
-class Skipping(Own):
-    def skip_step(self, info: dict[str, Any]) -> bool:
-        return info["global_step"] == 1
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},
     "accumulate": {"options": TrainingOptions(accumulate=2)},
@@ -59,7 +54,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp16": {"options": TrainingOptions(precision="fp16")},
     "bf16": {"options": TrainingOptions(precision="bf16")},
     "on_nonfinite": {"options": TrainingOptions(on_nonfinite="skip")},
-    "skip_step": {"training_operator_cls": Skipping},
     "gradients": {"options": TrainingOptions(gradients="ranks")},
     "compile": {"options": TrainingOptions(compile={"backend": "eager"})},
     "channels_last": {"options": TrainingOptions(channels_last=True)},

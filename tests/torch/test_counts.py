@@ -294,20 +294,6 @@ def test_a_model_whose_own_loss_is_nan_on_a_rank_without_labels(monkeypatch: pyt
     torch.testing.assert_close(train(OwnLoss, {"rows": ROWS, "batch": 1}, [(None, 3)]), alone, rtol=1e-12, atol=1e-12)
 
 
-def test_a_rule_gets_the_mean_over_what_the_step_counts() -> None:
-    class Ruled(Counting):
-        def skip_step(self, info: dict[str, Any]) -> bool:
-            losses.append(info["loss"])
-            return False
-
-    losses: list[float] = []
-    train(Ruled, {"rows": 12, "batch": 6}, [(1, 2)])
-    x, y = data_of(12).tensors
-    with torch.no_grad():
-        mean = float(cross_entropy(model_of()(x).flatten(0, 1), y.flatten()))
-    assert losses == pytest.approx([mean, mean], rel=1e-12)
-
-
 def test_ranks_that_do_not_agree_are_told() -> None:
     class Disagrees(Counting):
         def counted(self, kept: torch.Tensor) -> Any:

@@ -95,11 +95,6 @@ class AdaptingDirectly(Direct):
     validate_batch = Adapting.validate_batch
 
 
-class Refuses(Direct):
-    def skip_step(self, info: dict[str, Any]) -> bool:
-        return True
-
-
 @pytest.mark.parametrize(
     ("operator", "given", "says"),
     [
@@ -107,7 +102,6 @@ class Refuses(Direct):
         (Direct, {"clip_value": 0.01}, "clip_value=0.01"),
         (Direct, {"accumulate": 2}, "accumulate=2"),
         (Direct, {"on_nonfinite": "skip"}, "on_nonfinite='skip'"),
-        (Refuses, {}, r"skip_step\(\)"),
         (WithScaler, {"precision": "fp16", "clip_norm": 0.01}, "clip_norm=0.01"),
         (WithClosure, {"clip_norm": 0.01}, "passes a closure"),
     ],

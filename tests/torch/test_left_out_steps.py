@@ -1,4 +1,4 @@
-"""Steps with gradients that are not finite, and those that an operator's rule refuses, are made on no rank."""
+"""Steps with gradients that are not finite are made on no rank."""
 
 import math
 from pathlib import Path
@@ -153,83 +153,6 @@ def test_bf16_leaves_out_nothing() -> None:
         assert "skipped_steps" not in trainer.train()
 
 
-class Ruled(Bad):
-    def skip_step(self, info: dict[str, Any]) -> bool:
-        self.seen = [*getattr(self, "seen", []), info]
-        return not info["loss"] < 100
-
-
-@pytest.mark.parametrize(("precision", "accumulate"), [("fp32", 2), ("fp16", 1)])
-def test_a_rule_sees_the_loss_and_refuses_steps(precision: Any, accumulate: int) -> None:
-    config = {"bad": [2], "factor": 1e6, "rows": 20}
-    options = TrainingOptions(precision=precision, accumulate=accumulate)
-    with inline(Ruled, options=options, config=config) as trainer:
-        set_scale(trainer, 2.0**-10)
-        result = trainer.train()
-        assert result["skipped_steps"] == 1
-        assert len(operator_of(trainer).seen) == (5 if accumulate == 1 else 3)
-        assert [each["loss"] > 100 for each in operator_of(trainer).seen].index(True) == 2 // accumulate
-
-
-def test_a_rule_sees_the_losses_of_a_window_whose_memory_is_used_again() -> None:
-    """With a CUDA graph (torch.compile's "reduce-overhead"), the next forward pass writes its loss to the same memory."""
-
-    class Graph(Ruled):
-        def backward(self, loss: torch.Tensor, *given: Any, **named: Any) -> None:
-            super().backward(loss, *given, **named)
-            self.replayed = [*getattr(self, "replayed", []), (loss.detach(), loss.item())][-2:]
-            if len(self.replayed) == 2:
-                self.replayed[0][0].fill_(1e9)
-
-    with inline(Graph, options=TrainingOptions(accumulate=2), config={"bad": (), "rows": 16}) as trainer:
-        trainer.train(num_steps=2)
-        (seen,) = operator_of(trainer).seen
-        assert seen["loss"] == pytest.approx(sum(value for _, value in operator_of(trainer).replayed) / 2)
-
-
-def test_a_rule_needs_the_loss() -> None:
-    class Unseen(Ruled):
-        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-            self.criterion(self.model(batch[0]), batch[1]).backward()
-            self.step()
-            return {}
-
-    with inline(Unseen) as trainer, pytest.raises(ConfigError, match=r"call self.backward\(loss\)"):
-        trainer.train()
-
-
-class TwoOfOneLoss(Line):
-    """Weight and bias have an optimizer each, which make their steps after one backward pass."""
-
-    def setup(self, config: dict[str, Any]) -> None:
-        model = torch.nn.Linear(2, 1)
-        optimizers = [torch.optim.SGD([each], lr=0.1) for each in model.parameters()]
-        self.model, self.optimizers, self.criterion = self.register(
-            models=model, optimizers=optimizers, criterion=torch.nn.MSELoss()
-        )
-        self.register_data(**self.loaders(config))
-        self.seen: list[float] = []
-
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        loss = self.criterion(self.model(batch[0]), batch[1])
-        self.zero_grad()
-        self.backward(loss)
-        for each in self.optimizers:
-            self.step(each)
-        return {"train_loss": loss.detach()}
-
-    def skip_step(self, info: dict[str, Any]) -> bool:
-        self.seen.append(info["loss"])
-        return False
-
-
-def test_a_rule_sees_the_loss_of_each_optimizers_step() -> None:
-    with inline(TwoOfOneLoss) as trainer:
-        steps = trainer.train()["batch_count"]
-        seen = operator_of(trainer).seen
-    assert len(seen) == 2 * steps and seen[::2] == seen[1::2] and len(set(seen)) == steps
-
-
 def test_schedulers_created_later_and_closures() -> None:
     class Later(Bad):
         def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -268,11 +191,8 @@ def test_what_cannot_be_combined_is_refused() -> None:
 
 
 def test_unwrapped_models_are_refused() -> None:
-    for kind, more in ((Bad, {"on_nonfinite": "skip"}), (Ruled, {})):
-        with pytest.raises(ConfigError, match="parallel=None"):
-            if more:
-                inline(kind, num_workers=2, options=TrainingOptions(parallel=None, **more))
-            train(kind, {"bad": []}, [(None, 2)], options=TrainingOptions(parallel=None))
+    with pytest.raises(ConfigError, match="parallel=None"):
+        inline(Bad, num_workers=2, options=TrainingOptions(parallel=None, on_nonfinite="skip"))
 
 
 def test_sparse_gradients_and_several_optimizers() -> None:

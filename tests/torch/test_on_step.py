@@ -1,5 +1,6 @@
 """`on_step` is called once for each step that counts, on every rank, whichever fails and however the batch is divided."""
 
+import math
 import random
 from typing import Any
 
@@ -85,13 +86,14 @@ def test_accumulated_steps_and_own_loops_have_it_once() -> None:
     assert looped[2] == [(step + 1, step // STEPS, False, "a") for step in range(2 * STEPS)]
 
 
-class Careful(Averaged):
-    def skip_step(self, info: dict[str, Any]) -> bool:
-        return info["global_step"] in (1, 6)
+class Spoiled(Averaged):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        factor = math.nan if batch_info["global_step"] in (1, 6) else 1.0
+        return super().train_batch([batch[0] * factor, batch[1]], batch_info)
 
 
 def test_a_step_that_was_left_out_has_it_too() -> None:
-    infos = run(Careful, *DISTURBED[1])[2]
+    infos = run(Spoiled, *DISTURBED[1], options=TrainingOptions(on_nonfinite="skip"))[2]
     assert [step for step, _, skipped, _ in infos if skipped] == [2, 7]
     assert [step for step, *_ in infos] == [*range(1, 2 * STEPS + 1)]
 

@@ -121,11 +121,6 @@ class Assigned(Operator):
         self.train_batch = super().train_batch  # type: ignore[method-assign]
 
 
-class OwnRule(Operator):
-    def skip_step(self, info: dict[str, Any]) -> bool:
-        return super().skip_step(info)
-
-
 class OwnCurriculum(Operator):
     def on_step(self, info: dict[str, Any]) -> None:
         """It could change the data."""
@@ -189,7 +184,6 @@ READING_LATER: dict[str, tuple[type, dict[str, Any], TrainingOptions | None]] = 
     "accumulation": (Operator, {}, TrainingOptions(accumulate=2)),
     "own epoch": (OwnEpoch, {}, None),
     "an assigned method": (Assigned, {}, None),
-    "own rule": (OwnRule, {}, None),
     "own curriculum": (OwnCurriculum, {}, None),
     "own optimizer": (Operator, {"optimizer": OwnSGD}, None),
     "loader processes": (Operator, {"processes": 1}, None),
