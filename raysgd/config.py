@@ -134,8 +134,8 @@ class ElasticConfig:
     batch            "auto": a batch is divided into `num_workers` parts, and fewer workers compute
                      the same parts, if the operator follows the contract of `train_batch`;
                      otherwise "per_worker": each worker keeps its batch size
-    shares           how the `parts` of a `TorchTrainer` are dealt to its workers: "equal"; "speed":
-                     in proportion to the speed of each; or a weight for each, such as [3, 1]
+    shares           how the `parts` of a `TorchTrainer` are dealt to its workers: "equal", or
+                     "speed": in proportion to the speed of each
     snapshot_every   how often to take the snapshot that new processes start from when no worker is
                      left: "epoch", a number of batches, seconds as a float, or None
     on_divergence    what happens if the weights or the optimizers' settings of the ranks differ.
@@ -152,7 +152,7 @@ class ElasticConfig:
     hang_timeout_s: float = 600.0
     grow: Grow = True
     batch: Literal["auto", "per_worker"] = "auto"
-    shares: Literal["equal", "speed"] | Sequence[float] = "equal"
+    shares: Literal["equal", "speed"] = "equal"
     snapshot_every: Literal["epoch"] | int | float | None = "epoch"
     hot_spares: int = 0
     on_divergence: Literal["warn", "raise"] | None = "warn"
@@ -164,11 +164,7 @@ class ElasticConfig:
         at_least("backoff_max_s", self.backoff_max_s, self.backoff_s)
         above_0("hang_timeout_s", self.hang_timeout_s)
         one_of("batch", self.batch, "auto", "per_worker")
-        weights = isinstance(self.shares, (list, tuple)) and all(is_real(each) and each > 0 for each in self.shares)
-        if not weights and self.shares not in ("equal", "speed"):
-            raise ConfigError(
-                f"shares must be 'equal', 'speed' or a list with a number above 0 for each worker, got {self.shares!r}"
-            )
+        one_of("shares", self.shares, "equal", "speed")
         one_of("on_divergence", self.on_divergence, "warn", "raise", None)
         if not (isinstance(self.grow, bool) or self.grow == "epoch"):
             raise ConfigError(f"grow must be True, False or 'epoch', got {self.grow!r}")

@@ -1,4 +1,4 @@
-"""Deal the parts of a batch to the ranks: equally, by weights or by speed. Pure. Both."""
+"""Deal the parts of a batch to the ranks by their speed. Pure. Both."""
 
 from __future__ import annotations
 
@@ -41,15 +41,6 @@ def dealt(parts: int, seconds: Sequence[float]) -> tuple[int, ...]:
 def longest(deal: Sequence[int], seconds: Sequence[float]) -> float:
     """Return when the last rank has computed its parts."""
     return max(count * each for count, each in zip(deal, seconds, strict=True))
-
-
-def assigned(held: Sequence[float | None], weights: Sequence[float]) -> list[float]:
-    """Return each rank's weight: the one that it holds, or the next of those that no rank holds."""
-    free = list(weights)
-    for each in held:
-        if each is not None:
-            free.remove(each)
-    return [free.pop(0) if each is None else each for each in held]
 
 
 class BySpeed:

@@ -1,4 +1,4 @@
-"""`ElasticConfig(shares=...)`: how many parts of a batch each rank computes. Worker."""
+"""`ElasticConfig(shares="speed")`: how many parts of a batch each rank computes. Worker."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from raysgd.core.dealing import EVERY, MOST_DOUBLED, BySpeed, assigned, dealt, usual_seconds
+from raysgd.core.dealing import EVERY, MOST_DOUBLED, BySpeed, usual_seconds
 from raysgd.core.ranks import RankInfo
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import run_after_backward
-from raysgd.torch.settings import TorchSettings
 from raysgd.torch.skipped_steps import gathered_objects, summed
 from raysgd.training.feed import Feed
 from raysgd.training.step import Step
@@ -86,42 +85,28 @@ class OwnSeconds:
 
 
 class Dealer(Policy):
-    """Deals the parts of a batch to the ranks, when a generation begins, and by speed also after
-    some steps. All ranks are together then, and compute the same deal from what they have gathered,
-    so it is part of no state. The numbers of a run do not depend on it.
+    """Deals the parts of a batch to the ranks, when a generation begins, and after some steps. All
+    ranks are together then, and compute the same deal from what they have gathered, so it is part
+    of no state. The numbers of a run do not depend on it."""
 
-    A worker keeps its weight; a new one gets the next weight that no worker has.
-    """
-
-    def __init__(self, settings: TorchSettings, internals: Any, device: torch.device) -> None:
-        self._shares, self._count = settings.elastic.shares, settings.all_parts
+    def __init__(self, parts: int, internals: Any, device: torch.device) -> None:
+        self._count = parts
         self._keep, self._states, self._calls = internals.keep_batch, internals.part_states, internals.parts.calls
         self._device, self.seconds = device, OwnSeconds(device)
-        if self._shares == "speed":
-            internals.weigh.waiting = self.seconds.waiting
-        self._weight: float | None = None
+        internals.weigh.waiting = self.seconds.waiting
         self._feed: Feed | None = None
-        if self._shares != "equal" and not internals.rank_info.solo:  # no rank of a first generation has anything
+        if not internals.rank_info.solo:  # no rank of a first generation has anything
             self._deal(internals.rank_info, [None] * internals.rank_info.world_size)
 
     def joined(self, rank_info: RankInfo) -> None:
         """Deal with the other ranks of a new generation."""
-        if self._shares != "equal" and not rank_info.solo:
-            own = self.seconds.of_part(EVERY) if self._shares == "speed" else self._weight
-            self._deal(rank_info, gathered_objects(own, self._calls.control))
+        if not rank_info.solo:
+            self._deal(rank_info, gathered_objects(self.seconds.of_part(EVERY), self._calls.control))
 
     def _deal(self, rank_info: RankInfo, held: list[float | None]) -> None:
-        """Deal, with what each rank has from earlier generations."""
-        self._rank = rank_info
-        if isinstance(self._shares, str):
-            self._policy = BySpeed(self._count, held)
-            self._keep.deal = self._policy.deal
-        else:
-            weights = assigned(held, [float(each) for each in self._shares])
-            self._weight = weights[rank_info.world_rank]
-            self._keep.deal = dealt(self._count, [1 / each for each in weights])
-
-    # -- by speed -------------------------------------------------------------------------------------
+        """Deal, with what each rank has measured in earlier generations."""
+        self._rank, self._policy = rank_info, BySpeed(self._count, held)
+        self._keep.deal = self._policy.deal
 
     def on_epoch(self, feed: Feed) -> None:
         self._feed = feed if isinstance(feed.source, PlannedSource) else None  # not one of a call's own data set

@@ -31,7 +31,7 @@ class TorchInternals(Internals):
     part_states: PartStates
     buffers: KeepBuffers
     keep_batch: KeepBatch
-    dealer: Dealer
+    dealer: Dealer | None
     profiler: Profiler | None
     gives_batches: bool  # to methods of the user
     counted: Any = None  # by the default `train_batch`, for the backward pass that it begins
@@ -42,7 +42,8 @@ class TorchInternals(Internals):
         self.weigh.joined()
         self.buffers.joined()
         self.keep_batch.joined(rank_info)
-        self.dealer.joined(rank_info)
+        if self.dealer is not None:
+            self.dealer.joined(rank_info)
         self.part_states.joined()
 
     def validating(self) -> AbstractContextManager[Any]:

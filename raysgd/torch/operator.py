@@ -151,7 +151,8 @@ class TrainingOperator(Scheduling):
         internals.buffers = KeepBuffers(parts)
         internals.gives_batches = self._has_own_steps or bool(self._overrides(*GET_BATCHES))
         internals.keep_batch = self._make_keep_batch(settings)
-        internals.dealer = Dealer(settings, internals, self._device)
+        by_speed = settings.elastic.shares == "speed"
+        internals.dealer = Dealer(settings.all_parts, internals, self._device) if by_speed else None
         self._attributes = WatchAttributes(self, parts)
         self._set_up()
         self._refuse_taken_names()
@@ -183,7 +184,7 @@ class TrainingOperator(Scheduling):
     def _make_policies(self, settings: TorchSettings) -> list[Policy]:
         """Make what takes part in steps, in the order in which it acts."""
         parts, internals = self._parts, self._internals
-        options, measures, shares = settings.options, settings.measures, settings.elastic.shares
+        options, measures = settings.options, settings.measures
         accumulates, clips = options.accumulate > 1, options.clip_norm is not None or options.clip_value is not None
         exact, in_parts = self._exact, settings.adds_parts and settings.elastic.batch == "auto"
         own = self._overrides("train_epoch", "train_batch", "backward", "step", "on_step")
@@ -216,7 +217,7 @@ class TrainingOperator(Scheduling):
             (True, internals.part_states),
             # The last two may raise an error when the others have ended the step.
             (bool(self._overrides("on_step")), CallOnStep(self.on_step)),
-            (shares == "speed" and in_parts, internals.dealer),
+            (internals.dealer is not None and in_parts, internals.dealer),
         ]
         return [policy for needed, policy in wanted if needed]
 

@@ -77,10 +77,6 @@ EXCLUDED: Exclusions = (
 )
 
 
-def _uneven(shares: Any) -> bool:
-    return bool(shares != "equal")
-
-
 EXCLUDED_WITH_SEVERAL_WORKERS: Exclusions = (
     (
         {"name": bool, "parallel": ("fsdp",)},
@@ -88,11 +84,11 @@ EXCLUDED_WITH_SEVERAL_WORKERS: Exclusions = (
         "checkpoints=AutoCheckpoint(...) and resume='auto'",
     ),
     (
-        {"shares": _uneven, "parallel": ("fsdp",)},
+        {"shares": ("speed",), "parallel": ("fsdp",)},
         "each forward pass of a sharded model needs all workers, so they make equally many. Leave shares out, or pass parallel='ddp'",
     ),
     (
-        {"shares": _uneven, "sync_batchnorm": bool},
+        {"shares": ("speed",), "sync_batchnorm": bool},
         "SyncBatchNorm needs all workers in each forward pass, so they make equally many. Leave one of them out",
     ),
     (

@@ -107,19 +107,16 @@ def place_workers(
 
 def checked_parts(parts: int | None, num_workers: int, elastic: ElasticConfig, backend: Any) -> int | None:
     """Return the argument `parts`. Whether it divides a batch is known when there is a loader."""
-    shares = elastic.shares
     if parts is not None:
         at_least("parts", parts, num_workers, whole=True)
-    if shares != "equal":
-        if not isinstance(shares, str) and len(shares) != num_workers:
-            raise ConfigError(f"shares={shares!r} has {len(shares)} weights: pass num_workers={num_workers} of them")
+    if elastic.shares == "speed":
         if parts is None or parts <= num_workers:
             raise ConfigError(
-                f"shares={shares!r} deals the parts of a batch, and each of {num_workers} workers has one at least: pass more of them, "
+                f"shares='speed' deals the parts of a batch, and each of {num_workers} workers has one at least: pass more of them, "
                 f"TorchTrainer(parts={4 * num_workers}, ...)"
             )
         if backend == "horovod":
-            raise ConfigError(f"shares={shares!r} cannot be combined with backend='horovod': leave one of them out")
+            raise ConfigError("shares='speed' cannot be combined with backend='horovod': leave one of them out")
     if parts is not None and elastic.batch != "auto":
         raise ConfigError(f"parts={parts} cannot be combined with batch={elastic.batch!r}: leave one of them out")
     return parts

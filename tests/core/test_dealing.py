@@ -1,4 +1,4 @@
-"""How the parts of a batch are dealt to ranks: by weights, and by the speeds that they have measured."""
+"""How the parts of a batch are dealt to ranks by the speeds that they have measured."""
 
 from itertools import pairwise
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysgd.core.dealing import EVERY, REMEMBERED, BySpeed, assigned, dealt, longest, usual_seconds
+from raysgd.core.dealing import EVERY, REMEMBERED, BySpeed, dealt, longest, usual_seconds
 from tests.core.dealing_runs import run
 
 SECONDS = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=4)
@@ -33,22 +33,6 @@ def test_no_other_deal_ends_earlier(seconds: list[float], more: int) -> None:
 )
 def test_deals(parts: int, seconds: list[float], deal: tuple[int, ...]) -> None:
     assert dealt(parts, seconds) == deal
-
-
-@pytest.mark.parametrize(
-    ("held", "weights"),
-    [
-        ([None, None, None], [3, 1, 1]),
-        ([1, 1, None], [1, 1, 3]),  # the replacement of the first worker
-        ([3, None], [3, 1]),
-        ([1, 3, None], [1, 3, 1]),
-        ([1], [1]),
-    ],
-)
-def test_a_worker_keeps_its_weight_and_a_new_one_gets_a_free_one(
-    held: list[float | None], weights: list[float]
-) -> None:
-    assert assigned(held, [3, 1, 1]) == weights
 
 
 def steps(policy: BySpeed, count: int, seconds: list[float]) -> list[int]:

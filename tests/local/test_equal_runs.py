@@ -262,12 +262,6 @@ SHARED: dict[str, dict[str, Any]] = {
 SHARES = ("BatchNorm", "dropout", "ragged token counts", "accumulation")
 
 
-@pytest.mark.parametrize("feature", SHARES)
-@pytest.mark.parametrize("course", ["4 workers", "kills and replacements", "a load in mid-epoch"])
-def test_it_does_not_matter_who_computes_how_many_parts(feature: str, course: str) -> None:
-    check_eight(feature, shares=[3, 1, 2, 1], **SHARED[course])
-
-
 @pytest.fixture
 def deals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Let ranks have another speed in each step. Return the deals that follow from it, of each rank."""

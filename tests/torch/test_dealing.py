@@ -105,9 +105,10 @@ def test_the_time_between_two_steps_counts(clock: Clock) -> None:
     [("applied", False, 2.0), ("skipped", False, 0.0), ("undone", False, 0.0), ("applied", True, 0.0)],
 )
 def test_only_steps_that_were_made_are_measured(outcome: Outcome, failed: bool, took: float, clock: Clock) -> None:
-    settings: Any = SimpleNamespace(elastic=SimpleNamespace(shares="equal"), all_parts=4)
-    internals = SimpleNamespace(keep_batch=None, part_states=None, parts=SimpleNamespace(calls=None))
-    dealer, made = Dealer(settings, internals, torch.device("cpu")), Step(Drawn(None, 8))
+    absent: Any = dict.fromkeys(("keep_batch", "part_states"))
+    solo, weigh = SimpleNamespace(solo=True), SimpleNamespace()
+    internals = SimpleNamespace(**absent, parts=SimpleNamespace(calls=None), rank_info=solo, weigh=weigh)
+    dealer, made = Dealer(4, internals, torch.device("cpu")), Step(Drawn(None, 8))
     dealer.begin(made)
     clock.now += 2.0
     dealer.seconds.computed()

@@ -61,10 +61,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"parts": 1, "num_workers": 2},
         "parts must be a whole number of at least 2, got 1",
     ),
-    "weights of others": (
-        {"num_workers": 2, "elastic": ElasticConfig(shares=[3, 1, 1])},
-        "has 3 weights: pass num_workers=2",
-    ),
     "as many as workers": (
         {"num_workers": 4, "elastic": ElasticConfig(shares="speed")},
         "shares='speed' deals the parts of a batch.*TorchTrainer\\(parts=16",
@@ -74,12 +70,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "shares='speed' and parallel='fsdp' cannot be combined",
     ),
     "SyncBatchNorm": (
-        {"num_workers": 2, "elastic": ElasticConfig(shares=[3, 1]), "options": TrainingOptions(sync_batchnorm=True)},
-        "shares=\\[3, 1\\] and sync_batchnorm=True cannot be combined",
+        {"num_workers": 2, "elastic": ElasticConfig(shares="speed"), "options": TrainingOptions(sync_batchnorm=True)},
+        "shares='speed' and sync_batchnorm=True cannot be combined",
     ),
     "Horovod": (
-        {"num_workers": 2, "elastic": ElasticConfig(shares=[3, 1]), "backend": "horovod"},
-        "shares=\\[3, 1\\] cannot be combined with backend='horovod'",
+        {"num_workers": 2, "elastic": ElasticConfig(shares="speed"), "backend": "horovod"},
+        "shares='speed' cannot be combined with backend='horovod'",
     ),
     "per worker": (
         {"elastic": ElasticConfig(batch="per_worker")},
@@ -114,11 +110,9 @@ def test_arguments_that_exclude_parts_are_refused(name: str) -> None:
         trainer_of(**{"parts": 4, "use_ray": None, **given})
 
 
-@pytest.mark.parametrize("shares", ["fast", [1, 0], [True, 1], 2, {"big": 3}])
+@pytest.mark.parametrize("shares", ["fast", [3, 1], 2])
 def test_shares_that_are_none_are_refused(shares: Any) -> None:
-    with pytest.raises(
-        ConfigError, match="shares must be 'equal', 'speed' or a list with a number above 0 for each worker"
-    ):
+    with pytest.raises(ConfigError, match="shares must be 'equal' or 'speed', got"):
         ElasticConfig(shares=shares)
 
 

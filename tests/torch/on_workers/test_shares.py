@@ -51,24 +51,16 @@ def trainer(workers: int, shares: Any, slow: int) -> TorchTrainer:
     )
 
 
-@pytest.mark.parametrize(
-    ("shares", "slow"),
-    [
-        pytest.param("speed", 0, marks=pytest.mark.nightly),
-        ("speed", 1),
-        pytest.param([3, 1], 1, marks=pytest.mark.more),
-    ],
-)
-def test_the_slow_worker_gets_fewer_parts(shares: Any, slow: int) -> None:
+@pytest.mark.parametrize("slow", [pytest.param(0, marks=pytest.mark.nightly), 1])
+def test_the_slow_worker_gets_fewer_parts(slow: int) -> None:
     with trainer(1, "equal", -1) as alone:
         expected = [(alone.train()["num_samples"], weights(alone)) for _ in range(3)]
-    with trainer(2, shares, slow) as run:
+    with trainer(2, "speed", slow) as run:
         for count, same in expected[:2]:
             samples = [each["num_samples"] for each in run.train(reduce_results=False)]
             assert sum(samples) == count == ROWS
             assert samples[1 - slow] > samples[slow]
             torch.testing.assert_close(weights(run), same, rtol=1e-9, atol=1e-12)
-        assert shares == "speed" or samples[0] == 3 * samples[1]
         run.resize(1)
         run.train()
         torch.testing.assert_close(weights(run), expected[2][1], rtol=1e-9, atol=1e-12)
