@@ -188,7 +188,7 @@ TABLE: dict[str, tuple[int, dict[str, Any], dict[str, Costs]]] = {
     "three parts and one": (
         2,
         {"parts": 4, "elastic": ElasticConfig(shares="speed"), "initialization_hook": install_with_deal},
-        {"mlp": [(21, 1, 324), (5, 1, 104)], "conv": [(48, 1, 477), (5, 1, 118)], "gpt": [(41, 1, 486), (10, 1, 112)]},
+        {"mlp": [(21, 1, 339), (5, 1, 113)], "conv": [(48, 1, 497), (5, 1, 132)], "gpt": [(41, 1, 506), (10, 1, 126)]},
     ),
 }
 RARER = {"two parts", "three parts and one"}
