@@ -141,12 +141,7 @@ class TrainingOperator(Scheduling):
         own: Any = type(self).metrics  # which can be an attribute of older code, and not the hook
         self._metrics_hook = own if callable(own) else TrainingOperator.metrics
         self._has_metrics = self._metrics_hook is not TrainingOperator.metrics
-        on_nonfinite = settings.options.on_nonfinite
-        if on_nonfinite is not None and self._has_own_steps:
-            raise ConfigError(
-                f"on_nonfinite={on_nonfinite!r} is for operators, and {type(self).__name__} makes its steps itself: leave it out"
-            )
-        internals.leave_out = LeaveOut(parts, internals.position, self._device)
+        internals.leave_out = self._make_leave_out(settings)
         internals.part_states = PartStates(type(self), parts, self._device)
         internals.buffers = KeepBuffers(parts)
         internals.gives_batches = self._has_own_steps or bool(self._overrides(*GET_BATCHES))
@@ -180,6 +175,13 @@ class TrainingOperator(Scheduling):
         return Weigh(
             self._parts, lambda: self._internals.rank_info.world_size, exact=exact, refused=refused, travel=travel
         )
+
+    def _make_leave_out(self, settings: TorchSettings) -> LeaveOut:
+        if (rule := settings.options.on_nonfinite) is not None and self._has_own_steps:
+            raise ConfigError(
+                f"on_nonfinite={rule!r} is for operators, and {type(self).__name__} makes its steps itself: leave it out"
+            )
+        return LeaveOut(self._parts, self._internals.position, self._device)
 
     def _make_policies(self, settings: TorchSettings) -> list[Policy]:
         """Make what takes part in steps, in the order in which it acts."""
