@@ -83,6 +83,7 @@ DEV = [
     "scikit-learn",
     "setuptools>=64",
     "tensorflow-cpu",
+    "torchdata",
     "types-tqdm",
     "wheel",
 ]

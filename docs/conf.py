@@ -84,7 +84,6 @@ SHOWN = {
     "raysgd.tune.BaseTorchTrainable": "trainer",
     "raysgd.tune.TFTrainable": "",
     "raysgd.data.RayData": "",
-    "raysgd.data.ShardedStream": "",
     "raysgd.data.SampleSeeds": "set_epoch",
 }
 PUBLIC = re.findall(

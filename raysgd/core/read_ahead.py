@@ -20,8 +20,7 @@ class ReadAhead(Generic[T]):
         self._ready: queue.Queue[Any] = queue.Queue(ahead)
         self._stopped = threading.Event()
         given = (source, self._ready, self._stopped)  # not this object, because a running thread would keep it alive
-        self._thread = threading.Thread(target=_read, args=given, name=name, daemon=True)
-        self._thread.start()
+        threading.Thread(target=_read, args=given, name=name, daemon=True).start()
         weakref.finalize(self, self._stopped.set)
 
     def next(self, timeout: float | None = None) -> T | None:
@@ -37,10 +36,6 @@ class ReadAhead(Generic[T]):
         with suppress(queue.Empty):
             while True:
                 self._ready.get_nowait()
-
-    def join(self, timeout: float) -> None:
-        """Wait until the thread has ended. A source that does not answer can keep it longer."""
-        self._thread.join(timeout)
 
 
 def _read(source: Iterator[Any], ready: queue.Queue[Any], stopped: threading.Event) -> None:

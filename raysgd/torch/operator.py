@@ -20,7 +20,6 @@ from raysgd.core import offers
 from raysgd.core.average_meters import AverageMeterCollection
 from raysgd.core.ranks import RankInfo
 from raysgd.data.sample_seeds import seeded_for
-from raysgd.data.sharded_stream import ShardedStream
 from raysgd.errors import ConfigError, MissingPartError, shown, suggesting
 from raysgd.ray_data.columns import RayData
 from raysgd.torch import wrapping
@@ -477,9 +476,9 @@ class TrainingOperator(Scheduling):
     ) -> None:
         """Register `train_loader`, `validation_loader` and `test_loader`: DataLoaders (divided
         among the workers unless add_dist_sampler=False), Ray Datasets (divided by rows;
-        `raysgd.data.RayData` names their columns), a `raysgd.data.ShardedStream`, or any iterables.
-        For validations and tests also a dict of them by name: `val_loss` is then `val_NAME_loss`,
-        over the samples of that loader."""
+        `raysgd.data.RayData` names their columns), or any iterables. For validations and tests also
+        a dict of them by name: `val_loss` is then `val_NAME_loss`, over the samples of that
+        loader."""
         given = {"train_loader": train_loader, "validation_loader": validation_loader, "test_loader": test_loader}
         for name, loader in (pair for own in given.items() for pair in each_loader(*own)):
             if isinstance(loader, torch.utils.data.Dataset) and not hasattr(loader, "__iter__"):
@@ -488,7 +487,6 @@ class TrainingOperator(Scheduling):
                     "DataLoader(data_set, batch_size=...)"
                 )
             iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__") or RayData.is_given_as(loader)
-            iterable = iterable or isinstance(loader, ShardedStream)
             iterable = iterable and not isinstance(loader, (str, bytes, Mapping, type))
             if loader is not None and not iterable:
                 raise ConfigError(

@@ -51,7 +51,7 @@ ONE_COPY = (
 )
 NOT_NAMED = (
     "a trainer with name= cannot read a Ray Dataset: the process that reads it ends with the script. Leave out the name, or pass a "
-    "DataLoader or a raysgd.data.ShardedStream"
+    "DataLoader"
 )
 # The trainer's arguments that are settings objects.
 GROUPS = {"options": TrainingOptions, "elastic": ElasticConfig}

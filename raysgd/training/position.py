@@ -54,7 +54,7 @@ def align_position(state: dict[str, Any]) -> dict[str, Any]:
     changed = {**state, "position": {**position, **begins}}
     loader = state.get("loader")
     if isinstance(loader, Mapping):  # without its places in the epoch that it was in
-        changed["loader"] = {name: each for name, each in loader.items() if name not in ("marks", "places")}
+        changed["loader"] = {name: each for name, each in loader.items() if name != "marks"}
     return changed
 
 

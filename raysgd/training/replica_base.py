@@ -43,7 +43,7 @@ WITHIN_EPOCH = (
 NOT_RESUMABLE = (
     "AutoCheckpoint(every=...) with batches or seconds saves within an epoch. An iterable without a length, and data that the operator "
     "divides itself, have no place there that can be saved. Pass every='epoch', or register a DataLoader of a data set with __getitem__ "
-    "and __len__, a loader with state_dict and load_state_dict, or a raysgd.data.ShardedStream"
+    "and __len__, or a loader with state_dict and load_state_dict"
 )
 JOINED = (
     "%s. This worker joined at step %d. It has what setup makes, and the state of the others, but not what only earlier batches have set: "

@@ -58,12 +58,6 @@ def demo(output: str) -> None:
     assert f"samples in that epoch: {TRAIN_SAMPLES} of {TRAIN_SAMPLES}" in output
 
 
-def webdataset_files(output: str) -> None:
-    loss_falls(output)
-    assert set(numbers("samples", output)) == {400.0}, output
-    assert "worker death: 2 -> 1 workers" in output
-
-
 def ray_data(output: str) -> None:
     loss_falls(output)
     assert set(numbers("rows", output)) == {400.0}, output
@@ -202,7 +196,6 @@ CHECKS: dict[str, Callable[[str], None]] = {
     for check in (
         demo,
         ray_data,
-        webdataset_files,
         linear_regression,
         two_models,
         custom_train_epoch,

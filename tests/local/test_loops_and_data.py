@@ -1,9 +1,9 @@
-"""All kinds of loops and data, in which ranks fail: custom loops, live iterators, batch samplers, sharded streams, short epochs."""
+"""All kinds of loops and data, in which ranks fail: custom loops, live iterators, batch samplers, shards, short epochs."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,15 +18,16 @@ from torch.utils.data import (
     get_worker_info,
     random_split,
 )
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from raysgd import CheckpointError, ConfigError
-from raysgd.data import ShardedStream
+from raysgd import ConfigError
 from tests.faults import LedgerOperator, Numbered
 from tests.local import group
 from tests.local.ground import Fault, LocalGround
 from tests.local.group import Cluster
 from tests.torch.data.test_rows import Whole
-from tests.torch.small import Line, Numbers, Recording, inline, operator_of, rows
+from tests.torch.small import Line, Numbers, Recording, inline, rows
+from tools.check_pages import blocks
 
 Make = Callable[..., LocalGround]
 
@@ -254,74 +255,71 @@ def test_loaders_with_other_names_on_another_rank_are_an_error() -> None:
             trainer.validate()
 
 
-# -- a ShardedStream ----------------------------------------------------------------------------------
+# -- the recipe for shards of files --------------------------------------------------------------------
 
-LENGTHS = (5, 40, 1, 63, 17, 0, 34)
-SAMPLES = sum(LENGTHS)
+SHARDS = 12
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "data.md"
 
 
-class Sharded(LedgerOperator):
+def recipe() -> Any:
+    """Return the class that the page defines."""
+    (block,) = (each for each in blocks(PAGE.read_text(encoding="utf-8"), "data.md") if "class Shards" in each.code)
+    names: dict[str, Any] = {}
+    exec(block.code, names)
+    return names["Shards"]
+
+
+class OfShards(LedgerOperator):
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
-        samples, starts = Numbered(SAMPLES), [0, *accumulate(LENGTHS)]
-        self.unreadable = (-1, Fault(0, 0))
-
-        def open_shard(shard: int) -> Iterator[Any]:
-            if config.get("broken") == shard:
-                raise OSError("no such file")
-            for index in range(starts[shard], starts[shard + 1]):
-                if index == self.unreadable[0]:
-                    self.unreadable[1].fire(self.marks)
-                yield samples[index]
-
-        shards = config.get("shards", len(LENGTHS))
-        stream = ShardedStream(open_shard, shards, batch_size=4, shuffle=8, readers=2)
-        self.register_data(train_loader=stream, validation_loader=ShardedStream(open_shard, shards, batch_size=4))
+        samples = Numbered(240)
+        data = recipe()(range(SHARDS), lambda shard: (samples[index] for index in range(shard, 240, SHARDS)))
+        self.register_data(train_loader=StatefulDataLoader(data, batch_size=4))
 
 
-def test_another_number_of_workers_resumes_in_the_middle_of_a_stream(make: Make) -> None:
-    ground = make(operator=Sharded, config={"samples": SAMPLES})
-    ground.trainer.train(num_steps=4)
+@pytest.mark.parametrize("growth", [False, True])
+def test_shards_after_a_failure(make: Make, growth: bool) -> None:
+    ground = make(operator=OfShards, elastic={"grow": growth})
+    ground.arm(Fault(1, 6))
+    ground.trainer.train()
+    seen = ground.trained()
+    lost = [index for index in range(240) if not seen[index]]
+    assert len(lost) == 80 - 5 * 4, "of the failed rank's part, the rest"
+    if growth:
+        assert ground.trainer.world_size == 3
+    else:
+        assert max(seen.values()) == 1
+    for _ in range(2):
+        ground.trainer.train()
+        ground.assert_epoch_exact()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_shards_after_a_resume(make: Make, workers: int) -> None:
+    ground = make(operator=OfShards)
+    ground.trainer.train()
+    ground.trained()
+    ground.trainer.train(num_steps=7)
     state = ground.trainer.state_dict()
     ground.trainer.train()
     ground.assert_epoch_exact()
-    assert ground.trainer.validate()["num_samples"] == SAMPLES
     ground.trainer.shutdown()
-    for workers in (1, 2, 4):
-        other = make(operator=Sharded, config={"samples": SAMPLES}, num_workers=workers)
-        other.trainer.load_state_dict(state)
-        other.trainer.train()
-        other.assert_epoch_exact()
-        other.trainer.shutdown()
-    with (
-        inline(Sharded, config={"shards": 6}) as fewer,
-        pytest.raises(CheckpointError, match=r"7 shards, and the .* 6"),
-    ):
-        fewer.load_state_dict(state)
+    other = make(operator=OfShards, num_workers=workers)
+    other.trainer.load_state_dict(state)
+    before = other.trained()
+    other.trainer.train()
+    since = other.trained()
+    if workers == 3:
+        assert before + since == Counter({index: 2 for index in range(240)})
+    else:
+        assert since == Counter(range(240)), "the epoch begins again"
+    other.trainer.train()
+    other.assert_epoch_exact()
 
 
-def test_a_sample_that_cannot_be_read_once_ends_the_call_and_not_the_epoch(make: Make) -> None:
-    ground = make(operator=Sharded, config={"samples": SAMPLES})
-    unreadable = 70, Fault(0, 0, "raise", "read")
-    ground.trainer.apply_all_operators(lambda operator: setattr(operator, "unreadable", unreadable))
-    with pytest.raises(RuntimeError, match=r"of a ShardedStream of 7 shards raised an error.*planned in"):
+def test_shards_after_a_resize(make: Make) -> None:
+    ground = make(operator=OfShards)
+    for workers in (3, 2, 1, 3):
+        ground.trainer.resize(workers)
         ground.trainer.train()
-    ground.trainer.train()
-    ground.assert_epoch_exact()
-
-
-def test_a_call_after_the_last_batch_of_a_stream_begins_the_next_epoch() -> None:
-    with inline(Sharded, config={"samples": SAMPLES}) as alone:
-        for _ in range(SAMPLES // 4):
-            alone.train(num_steps=1)
-        assert alone.train(num_steps=3)["epoch"] == 2
-        ledger = operator_of(alone).ledger
-        assert Counter(ledger[:SAMPLES]) == Counter(range(SAMPLES)) and ledger[:12] != ledger[SAMPLES:]
-
-
-def test_an_error_in_a_shard_names_it() -> None:
-    with (
-        inline(Sharded, config={"broken": 3}) as trainer,
-        pytest.raises(RuntimeError, match=r"shard 3 of a Sharded.*OSE"),
-    ):
-        trainer.train()
+        ground.assert_epoch_exact()

@@ -34,8 +34,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "text_classifier": {"rows": 32, "batch": 16, "epochs": 1},
     "two_models": {"width": 8, "batch_size": 64},
 }
-# Those of TensorFlow and of RaySGD, and those whose data need Ray or files.
-OTHERS = {"keras_digits_operator", "tf_custom_train_batch", "migrate_v1_before", "ray_data", "webdataset_files"}
+# Those of TensorFlow and of RaySGD, and those whose data need Ray.
+OTHERS = {"keras_digits_operator", "tf_custom_train_batch", "migrate_v1_before", "ray_data"}
 
 
 def operator_in(name: str) -> type[TrainingOperator]:

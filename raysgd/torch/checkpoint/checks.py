@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from raysgd.data.sharded_stream import ShardedStream
 from raysgd.errors import CheckpointError
 from raysgd.torch.checkpoint import states
 from raysgd.torch.data.sampling import has_own_batches, is_planned
-from raysgd.torch.data.shards import places_in
 from raysgd.torch.data.stateful import marks_in
 from raysgd.torch.foreign import nested_schedulers
 from raysgd.torch.part_states import check_part_states
@@ -269,25 +267,9 @@ def _check_loader(parts: Parts, state: dict[str, Any]) -> None:
     marks_in(saved)
     position = state.get("position") or {}
     parked = position.get("parked")
-    at, ended = (position.get("offset", 0), position.get("ended", True)) if parked is None else parked[:2]
-    _check_places(loader, places_in(saved), at=None if ended else at)
+    ended = position.get("ended", True) if parked is None else parked[1]
     if loader is not None and is_planned(loader) and not ended and order is not None and len(order):
         _check_order(loader, order)
-
-
-def _check_places(loader: Any, places: list[Any], *, at: int | None) -> None:
-    """Check that a ShardedStream can continue at the offset `at`; None: in the next epoch."""
-    if not isinstance(loader, ShardedStream) or at is None:
-        return
-    for _, counts, _ in places:
-        if len(counts) != loader.num_shards:
-            raise CheckpointError(
-                f"it was saved with a ShardedStream of {len(counts)} shards, and the registered one has {loader.num_shards}"
-            )
-    if at and all(place[0] != at for place in places):
-        raise CheckpointError(
-            "it was saved in the middle of an epoch on other data than the registered ShardedStream, which cannot continue there"
-        )
 
 
 def _check_order(loader: Any, order: Any) -> None:

@@ -12,11 +12,9 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from raysgd.constants import BATCH_SIZE
 from raysgd.core.control import Control
-from raysgd.data.sharded_stream import ShardedStream
 from raysgd.errors import ConfigError, counted
 from raysgd.ray_data.columns import RayData
 from raysgd.torch.data.sampling import has_own_batches, is_planned
-from raysgd.torch.data.shards import ShardSource
 from raysgd.torch.data.sources import BatchSource, LiveSource, PlannedSource, RowSource
 from raysgd.torch.data.stateful import StatefulSource, has_state
 from raysgd.torch.internals import TorchInternals
@@ -44,8 +42,6 @@ class Opener:
             rows = self.internals.settings.rows(self._name(loader, phase), data.dataset, self.control.deliver)
             return self._row_source(loader, rows, data, position, training=training, own_call=False)
         internals, settings = self.internals, self.internals.settings
-        if isinstance(loader, ShardedStream):
-            return ShardSource(loader, training=training, keep=self._keep)
         shared = settings.distributed and settings.add_dist_sampler
         if is_planned(loader) and (shared or not settings.distributed):
             if training and shared and self.operator.world_rank == 0:

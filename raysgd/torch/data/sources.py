@@ -279,19 +279,6 @@ def _differ_in_deal(one: tuple[RankInfo, Division], other: tuple[RankInfo, Divis
     return one != other and (one[0], one[1]._replace(deal=other[1].deal)) == other
 
 
-class Votes:
-    """Owns the group in which ranks agree on batches: gloo, so that no GPU waits."""
-
-    _made: Any = None
-
-    @property
-    def group(self) -> Any:
-        if self._made is None or self._made[0] is not dist.group.WORLD:
-            group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else None
-            self._made = (dist.group.WORLD, group)
-        return self._made[1]
-
-
 class LiveSource(BatchSource):
     """Anything that is iterated: an IterableDataset's loader, a list of batches, a generator, a
     user's own sharding.
@@ -311,7 +298,7 @@ class LiveSource(BatchSource):
         self._used: Any = loader
         self._live: Iterator[Any] | None = None
         self._kept: deque[Drawn] = deque(maxlen=keep)
-        self._votes = Votes()
+        self._votes: Any = None
         self._given = 0
         self._randomness: list[torch.Tensor] = []
         self._place: tuple[int, int] | None = None  # the rank and the number of ranks of the newest part
@@ -402,12 +389,20 @@ class LiveSource(BatchSource):
         self._given += 1
         return batch
 
+    @property
+    def _group(self) -> Any:
+        """The group in which ranks agree on batches: gloo, so that no GPU waits."""
+        if self._votes is None or self._votes[0] is not dist.group.WORLD:
+            group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else None
+            self._votes = (dist.group.WORLD, group)
+        return self._votes[1]
+
     def _all(self, rank_info: RankInfo, mine: bool) -> bool:
         """Whether this is so on all ranks."""
         if not self._together or rank_info.world_size == 1:
             return mine
         began, answer = perf_counter(), torch.tensor([int(mine)])
-        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self._votes.group)
+        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self._group)
         self.voted_s += perf_counter() - began
         return bool(answer.item())
 

@@ -134,7 +134,7 @@ class StatefulSource(LiveSource):
         states = [own]
         if self._world_size > 1:
             states = [own] * self._world_size
-            dist.all_gather_object(states, own, group=self._votes.group)
+            dist.all_gather_object(states, own, group=self._group)
         if not self._marks and self._loses(states):
             return
         self._base = (at, *own)
