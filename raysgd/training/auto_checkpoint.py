@@ -78,7 +78,7 @@ class AutoCheckpoint:
 
 def wanted_metrics(callbacks: Sequence[Callback], checkpoints: AutoCheckpoint | None) -> dict[str, str]:
     """The metrics that operators must measure, and which argument names each. None are known if a
-    callback of the user's adds some."""
+    user's callback adds some."""
     if not all(type(each).extra_metrics.__module__.startswith("raysgd.") for each in callbacks):
         return {}
     best = None if checkpoints is None else checkpoints.best

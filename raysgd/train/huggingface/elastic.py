@@ -68,7 +68,7 @@ CHANGED = (
     "hook of the optimizer (optimizer.register_step_post_hook)"
 )
 NOT_COPIED = (
-    "raysgd cannot copy the attribute %s of %s, a %s, and after a worker failure it would begin anew. Keep the place in it as a number, or "
+    "raysgd cannot copy the attribute %s of %s, a %s, and after a worker failure it would begin again. Keep the place in it as a number, or "
     "derive the class from transformers' ExportableState, whose `state` says what to keep"
 )
 LOADER_OPTIONS = (
