@@ -68,8 +68,8 @@ CHANGED = (
     "hook of the optimizer (optimizer.register_step_post_hook)"
 )
 NOT_COPIED = (
-    "raysgd cannot copy the attribute %s of %s, a %s, and after a worker failure it would begin again. Keep the place in it as a number, or "
-    "derive the class from transformers' ExportableState, whose `state` says what to keep"
+    "raysgd cannot copy the attribute %s of %s, a %s, and it would begin again after a worker failure. Keep the place in it as a number, "
+    "or derive the class from transformers' ExportableState, whose `state` says what to keep"
 )
 LOADER_OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
