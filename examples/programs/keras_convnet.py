@@ -9,6 +9,7 @@ import argparse
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from raysgd.tf import TFTrainer
 
@@ -23,7 +24,9 @@ def images(count, seed):
 
 
 def data_creator(config):
-    return images(config["rows"], seed=1), images(config["rows"], seed=2)
+    keras.utils.set_random_seed(0)
+    train, validation = (tf.data.Dataset.from_tensor_slices(images(config["rows"], seed=seed)) for seed in (1, 2))
+    return train.shuffle(config["rows"], seed=0).batch(config["batch"]), validation.batch(config["batch"])
 
 
 def model_creator(config):
@@ -43,7 +46,7 @@ def main(argv=None):
         parser.add_argument(f"--{name}", type=int, default=size)
     args = parser.parse_args(argv)
     halving = keras.callbacks.LearningRateScheduler(lambda epoch: 0.004 / 2**epoch)
-    config, figures = {"rows": args.rows, "fit_config": {"callbacks": [halving], "batch_size": args.batch}}, []
+    config, figures = {"rows": args.rows, "batch": args.batch, "fit_config": {"callbacks": [halving]}}, []
     with TFTrainer(model_creator, data_creator, config, num_replicas=args.workers) as trainer:
         for epoch in trainer.epochs(args.epochs):
             result = {**trainer.train(), **trainer.validate()}
