@@ -211,7 +211,7 @@ def _is_tensor(value: Any) -> bool:
 
 def _number(value: Any, name: Any = None, *, copied: bool = True) -> Any:
     """A Python number, or a one-element tensor on its device. The tensor is `copied` if the step
-    may write to it later. Raise TypeError if the value is no number."""
+    may write to it later. Raise TypeError if the value is not a number."""
     if type(value) in (float, bool):
         return value
     if _is_tensor(value):
@@ -238,7 +238,7 @@ def _number(value: Any, name: Any = None, *, copied: bool = True) -> Any:
 
 def _no_number(value: Any, name: Any) -> TypeError:
     return TypeError(
-        f"{_named(name)} is no number, got {shown(value)} of type {type(value).__name__}: return numbers, each under its "
+        f"{_named(name)} is not a number, got {shown(value)} of type {type(value).__name__}: return numbers, each under its "
         "own name, or a pair (value, weight)"
     )
 

@@ -51,10 +51,13 @@ def refuse_sum(loss: Any, name: str) -> None:
 
 
 def refuse_own_steps(models: Sequence[Any], operator_cls: type) -> None:
-    """Raise ConfigError for a model's own step that no method of the operator stands for: raysgd's
-    default methods would train or validate in another way."""
-    for step, method in {"train_step": "train_batch", "test_step": "validate_batch"}.items():
-        if not getattr(operator_cls, method).__module__.startswith("raysgd."):
+    """Raise ConfigError for a model's own step if the operator has raysgd's loop and its method for
+    a batch: they would train or validate in another way."""
+    for step, method, loop in (
+        ("train_step", "train_batch", "train_epoch"),
+        ("test_step", "validate_batch", "validate"),
+    ):
+        if not all(getattr(operator_cls, each).__module__.startswith("raysgd.") for each in (method, loop)):
             continue
         for model in models:
             own = getattr(model, step, None)

@@ -90,7 +90,7 @@ OTHERS = {
 @pytest.mark.parametrize("value", OTHERS.values(), ids=OTHERS.keys())
 def test_a_value_that_is_not_a_number_is_refused_by_name(value: Any) -> None:
     for earlier in ([], [(1.0, 2)]):
-        with pytest.raises(TypeError, match=r"the metric 'm' is no number, got .*: return numbers"):
+        with pytest.raises(TypeError, match=r"the metric 'm' is not a number, got .*: return numbers"):
             collected(*earlier, (value, 2))
 
 
@@ -200,7 +200,7 @@ def test_a_single_meter():
     meter.update(1.0)
     meter.update(torch.tensor(4.0), n=2)
     assert (meter.val, meter.avg, meter.sum, meter.count) == (4.0, 3.0, 9.0, 3)
-    with pytest.raises(TypeError, match="the value is no number, got 'high'"):
+    with pytest.raises(TypeError, match="the value is not a number, got 'high'"):
         meter.update("high")
     meter.reset()
     assert (meter.sum, meter.count) == (0, 0)

@@ -96,7 +96,7 @@ class Checker:
         self._short = recovery.reason not in PLANNED and members < least  # then the call ends with an error
 
     def gpu_failed(self, worker: Any, outcome: WorkerFailed) -> None:
-        """Note that a worker has told its driver that its GPU is broken."""
+        """Note that a worker has reported a broken GPU."""
         if outcome.fault is not None:
             self.gpus[worker.node.name, worker.gpu] += 1
 

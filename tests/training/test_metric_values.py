@@ -148,7 +148,7 @@ def test_an_invalid_number_of_samples_is_refused(samples: Any) -> None:
 def test_what_is_no_number_is_refused_at_the_first_batch(made: Callable[[], Any]) -> None:
     for call in results(Measuring, {"fine": 0.5, "m": made()}):
         with pytest.raises(
-            TypeError, match=r"(?s)Measuring\.\w+_batch.* the metric 'm' is no number, .*return numbers"
+            TypeError, match=r"(?s)Measuring\.\w+_batch.* the metric 'm' is not a number, .*return numbers"
         ):
             call()
 
