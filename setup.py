@@ -57,7 +57,6 @@ MLFLOW = ["mlflow-skinny", "sqlalchemy", "alembic"]
 WANDB = ["wandb"]
 HISTORY = ["matplotlib", "pandas"]
 CALLBACKS = ["tqdm", *TENSORBOARD, *MLFLOW, *WANDB, *HISTORY]
-METRICS = ["ray[default]"]
 BENCH = [*LIGHTNING, "accelerate", "ray[train]", "matplotlib"]
 DOCS = ["sphinx>=7", "myst-nb", "myst-parser>=2", "sphinx-copybutton", "sphinx-design", "furo"]
 DEV = [
@@ -120,7 +119,6 @@ setup(
         "mlflow": MLFLOW,
         "wandb": WANDB,
         "history": HISTORY,
-        "metrics": METRICS,
         "bench": BENCH,
         "docs": DOCS,
         "dev": DEV,

@@ -1,6 +1,6 @@
 """Denoising diffusion: a small U-Net learns to draw digits, and the workers generate images together.
 
-The data are scikit-learn's handwritten digits. With the callback EMA, averaged weights draw.
+The data are scikit-learn's handwritten digits.
 
     python examples/diffusion.py --num-workers 2
 """
@@ -10,7 +10,6 @@ import argparse
 import torch
 
 from raysgd import TorchTrainer
-from raysgd.callbacks import EMA
 from raysgd.constants import BATCH_SIZE
 from raysgd.operators.diffusion import DiffusionOperator
 
@@ -36,7 +35,6 @@ def main():
         training_operator_cls=DiffusionOperator,
         num_workers=args.num_workers,
         config={BATCH_SIZE: 32},
-        callbacks=[EMA(0.97)],
     ) as trainer:
         for _ in range(4 if args.smoke else args.epochs):
             train, val = trainer.train(), trainer.validate()

@@ -1,8 +1,8 @@
 """A LightningModule, trained by raysgd: nothing in the module knows of it.
 
-The module is written as for Lightning's own Trainer: steps, `self.log`, a scheduler that follows the
-validation. `TrainingOperator.from_ptl` makes an operator class from it; the config's keys become the module's
-arguments. Needs `pip install 'raysgd[lightning]'`.
+The module is written as for Lightning's own Trainer: steps, `self.log`, a scheduler. `TrainingOperator.from_ptl`
+makes an operator class from it; the config's keys become the module's arguments. Needs
+`pip install 'raysgd[lightning]'`.
 
     python examples/lightning_module.py --num-workers 2
 """
@@ -46,8 +46,7 @@ class Moons(LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=1)
-        return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_loss"}
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
     def train_dataloader(self):
         return DataLoader(two_moons(2000, seed=1), batch_size=self.hparams.batch_size, shuffle=True)

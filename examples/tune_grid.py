@@ -8,7 +8,6 @@ The trainer is given to Tune as it is. One of the rates is too large; its trial 
 import argparse
 import os
 import tempfile
-from pathlib import Path
 
 import ray
 import torch
@@ -77,7 +76,7 @@ def main():
         print(f"lr {rate:<6}  val_loss {result.metrics['val_loss']:.4g}")
     best = results.get_best_result()
     with best.checkpoint.as_directory() as folder:
-        learned = Checkpoint(Path(folder) / "checkpoint.zip").to_dict()["model"]
+        learned = Checkpoint(folder).to_dict()["model"]
     print(f"best lr {best.config['train_loop_config']['lr']}")
     print(f"learned y = {learned['weight'].item():.2f} x {learned['bias'].item():+.2f}")
 

@@ -2,11 +2,10 @@
 
 Example:
     from raysgd import TorchTrainer
-    from raysgd.callbacks import EMA
     from raysgd.operators.diffusion import DiffusionOperator
 
     config = {"model": MyUNet, "train_data": my_images, "validation_data": my_other_images}
-    with TorchTrainer(training_operator_cls=DiffusionOperator, num_workers=2, config=config, callbacks=[EMA(0.999)]) as trainer:
+    with TorchTrainer(training_operator_cls=DiffusionOperator, num_workers=2, config=config) as trainer:
         trainer.train()
         print(trainer.validate()["val_frechet_distance"])
         images = trainer.predict(torch.randn(64, 3, 32, 32))
@@ -42,8 +41,7 @@ class DiffusionOperator(Recipe):
 
     A noisy image of time t is `cos(pi t / 2) * image + sin(pi t / 2) * noise` (the cosine schedule), and the model predicts
     its velocity, `cos * noise - sin * image` (Salimans and Ho, 2022), from which image and noise follow. `trainer.predict(noise)`
-    goes from t = 1 to 0 in equal steps (DDIM), on all workers. With the callback `EMA`, validation and prediction use averaged
-    weights.
+    goes from t = 1 to 0 in equal steps (DDIM), on all workers.
 
     The time and the noise of a sample depend on the seed, the epoch and the sample's index, so training does not depend on the
     number of workers. Training reports `train_loss`. Validation reports `val_loss`, and `val_frechet_distance` between the

@@ -2,7 +2,6 @@
 
 Example:
     from raysgd import TorchTrainer
-    from raysgd.callbacks import EMA
     from raysgd.operators.image_classification import ImageClassificationOperator
 
     config = {"model": "resnet50", "classes": 100, "train_data": my_images, "validation_data": my_other_images}
@@ -12,7 +11,6 @@ Example:
         num_workers=8,
         config=config,
         scheduler_step_freq="batch",
-        callbacks=[EMA(0.9999)],
     ) as trainer:
         for _ in trainer.epochs(90):
             trainer.train()

@@ -138,7 +138,7 @@ class ElasticConfig:
                      "speed": in proportion to the speed of each
     snapshot_every   how often to take the snapshot that new processes start from when no worker is
                      left: "epoch", a number of batches, seconds as a float, or None
-    on_divergence    what happens if the weights or the optimizers' settings of the ranks differ.
+    on_divergence    what happens if the weights of the ranks differ after a call of `train`.
                      "warn": log a warning; "raise": `train()` raises DivergenceError; None: nothing
                      is compared
     hot_spares       additional workers that are set up and wait, and replace workers that fail or

@@ -12,7 +12,7 @@
       TrainingFailedError (RuntimeError)  more workers failed than the call allows, or none is left
         HangError                         code hung twice in a row at the same place of a call
         OutOfStepError                    ranks made different collective calls
-        DivergenceError                   the ranks' weights or settings differ: parameter, ranks and size
+        DivergenceError                   the ranks' weights differ: parameter, ranks and size
       NonFiniteError (FloatingPointError) gradients that are not finite: parameter, step, rank and samples
       WorkerStartError (RuntimeError)     a worker process ended or stalled before it was ready
 
@@ -26,7 +26,6 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import CodeType
 from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -201,24 +200,6 @@ def explain_missing(error: BaseException) -> None:
         meant = close_to(name, (each for each in dir(error.obj) if not each.startswith("_")))
         if hint := INSTEAD.get(name, meant and f"did you mean {meant!r}?"):
             error.args = (f"{error}: {hint}",)
-
-
-def never_called(kinds: Iterable[type], hooks: type) -> dict[str, type]:
-    """Find the public methods of a user's classes that `hooks`, raysgd's base, does not have, and
-    that no method of these classes uses, with their classes."""
-    methods = [(name, each, kind) for kind in kinds for name, each in vars(kind).items() if inspect.isfunction(each)]
-    used = {name for _, each, _ in methods for name in _names_in(inspect.unwrap(each).__code__)}
-    return {
-        name: kind for name, _, kind in methods if not (name in used or name.startswith("_") or hasattr(hooks, name))
-    }
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names of attributes that a function and those within it use."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names_in(inner)
 
 
 def suggesting(function: F) -> F:

@@ -8,7 +8,7 @@ from unittest.mock import patch as patched
 
 
 def parts_of(operator: Any) -> Any:
-    """Return what an operator has registered: `optimizers`, `schedulers`, `averages`, and loaders by the names of `register_data`."""
+    """Return what an operator has registered: `optimizers`, `schedulers`, and loaders by the names of `register_data`."""
     return operator._internals.parts
 
 

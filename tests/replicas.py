@@ -132,7 +132,7 @@ class Rank:
         """Return the rank of another script, which continues in this process."""
         state = bytes(self.replica.state())
         rank = make()
-        rank.replica.load(state, other_code=True)
+        rank.replica.take_over(state)
         rank.rejoin(self._rank_info.world_rank, self._rank_info.world_size)
         return rank
 

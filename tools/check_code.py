@@ -24,7 +24,7 @@ LAYERS = {
     "0": "errors config environment constants version core",
     "1a": "storage callbacks data ray_data",
     "1b": "torch tf horovod train training data/sample_seeds",
-    "2": "workers callbacks/ray_metrics",
+    "2": "workers",
     "3": "engine",
     "4": "torch/trainer torch/setup torch/strategies torch/checkpoint/sharded tf/trainer train/trainer train/executor "
     "train/driver train/hooks train/job train/rounds train/worker_group train/fit/run train/fit/trainer train/fit/frameworks train/splits "
@@ -71,7 +71,7 @@ SIBLINGS = {
     },
     "torch/checkpoint/sharded": {"training/loads", "training/saves"},
     "tf/trainer": {"training/call_runner", "training/description", "training/named", "training/trainer_base"},
-    "training/call_runner": {"training/named"},
+    "training/named": {"training/call_runner"},
     "training/description": {"training/call_runner", "training/named"},
     "training/trainer_base": {
         "training/call_runner",
@@ -84,17 +84,8 @@ SIBLINGS = {
 
 # Where each package of other projects may be imported.
 HOMES = {
-    "ray": {"workers", "ray_data", "callbacks/ray_metrics", "train/trials", "tune", "compat"},
-    "torch": {
-        "torch",
-        "horovod",
-        "train",
-        "operators",
-        "data/sample_seeds",
-        "compat/torch_functions",
-        "demo",
-        "storage/values",
-    },
+    "ray": {"workers", "ray_data", "train/trials", "tune", "compat"},
+    "torch": {"torch", "horovod", "train", "operators", "data/sample_seeds", "compat/torch_functions", "demo"},
     "tensorflow": {"tf", "horovod", "train", "operators"},
     "keras": {"tf", "operators"},
     "horovod": {"horovod"},

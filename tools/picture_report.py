@@ -28,7 +28,6 @@ def train(path: str) -> None:
     from torch.utils.data import DataLoader, TensorDataset, random_split
 
     from raysgd import TorchTrainer, TrainingOperator
-    from raysgd.callbacks import Throughput
 
     class Digits(TrainingOperator):
         def setup(self, config: dict[str, Any]) -> None:
@@ -55,9 +54,7 @@ def train(path: str) -> None:
             return super().train_batch(batch, batch_info)
 
     ray.init(address="local", num_cpus=4, include_dashboard=False)
-    with TorchTrainer(
-        training_operator_cls=Digits, num_workers=3, config={"lr": 0.1}, callbacks=[Throughput()]
-    ) as trainer:
+    with TorchTrainer(training_operator_cls=Digits, num_workers=3, config={"lr": 0.1}) as trainer:
         for epoch in range(1, EPOCHS + 1):
             trainer.train(info={"victim": trainer.apply_all_workers(os.getpid)[1]} if epoch == KILLED_IN else None)
             trainer.validate()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator, TrainingOptions
-from raysgd.callbacks import GradientNormMonitor, LearningRateMonitor, PrintCallback
+from raysgd.callbacks import PrintCallback
 from raysgd.constants import BATCH_SIZE
 
 TEXT = "\n".join(topics[name] for name in sorted(topics))
@@ -99,14 +99,13 @@ def main(argv=None):
     for name, size in {**sizes, "length": 64, "width": 64, "heads": 4, "layers": 4, "precision": "bf16"}.items():
         parser.add_argument(f"--{name}", type=type(size), default=size)
     args = parser.parse_args(argv)
-    printing = PrintCallback(["train_loss", "grad_norm", "last_lr_0", "val_loss", "val_accuracy"])
     with TorchTrainer(
         training_operator_cls=Writer,
         num_workers=args.workers,
         config={**vars(args), BATCH_SIZE: args.batch},
         options=TrainingOptions(precision=args.precision, accumulate=args.accumulate, clip_norm=1.0),
         scheduler_step_freq="step",
-        callbacks=[GradientNormMonitor(), LearningRateMonitor(), printing],
+        callbacks=[PrintCallback(["train_loss", "val_loss", "val_accuracy"])],
     ) as trainer:
         history, model = list(trainer.fit(args.epochs)), trainer.get_model()
     print(model.continued("The ", 200))

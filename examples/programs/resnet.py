@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import AutoCheckpoint, TorchTrainer, TrainingOperator
-from raysgd.callbacks import LearningRateMonitor, PrintCallback
+from raysgd.callbacks import PrintCallback
 from raysgd.constants import BATCH_SIZE
 
 CLASSES = 10
@@ -80,7 +80,7 @@ def main(argv=None):
         scheduler_step_freq="epoch",
         checkpoints=AutoCheckpoint(path=args.checkpoints, best="val_top1", mode="max"),
         resume="auto",  # a run that has ended or was killed continues
-        callbacks=[LearningRateMonitor(), PrintCallback(["train_loss", "lr", "val_loss", "val_top1", "val_top5"])],
+        callbacks=[PrintCallback(["train_loss", "val_loss", "val_top1", "val_top5"])],
     ) as trainer:
         trainer.fit(args.epochs)
         trainer.load(trainer.best_checkpoint)

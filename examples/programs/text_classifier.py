@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
 
 from raysgd import TorchTrainer, TrainingOperator, TrainingOptions
-from raysgd.callbacks import LearningRateMonitor, PrintCallback
+from raysgd.callbacks import PrintCallback
 
 TOPICS = ["goal team match coach league win", "oven salt dough recipe butter taste", "rain wind storm cloud frost sun"]
 FILLERS = "the a of and with for after before new old they we"
@@ -68,7 +68,7 @@ def main(argv=None):
         scheduler_step_freq="batch",
         seed=0,
         options=TrainingOptions(clip_norm=1.0),
-        callbacks=[LearningRateMonitor(), PrintCallback(["train_loss", "last_lr", "val_loss", "val_accuracy"])],
+        callbacks=[PrintCallback(["train_loss", "val_loss", "val_accuracy"])],
     ) as trainer:
         return list(trainer.fit(args.epochs)), trainer.get_model()
 

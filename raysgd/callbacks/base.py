@@ -28,8 +28,6 @@ class Run:
     name         the name of the operator or of the training function
     folder       where callbacks write, unless they were given a path of their own; it may not exist
                  yet
-    saved_at     returns when the newest checkpoint of this trainer was complete, in seconds since
-                 1970; None before the first one, and for training functions. Any thread may call it
     processes    returns (machine, process id) of each current rank. Any thread may call it
     speed        returns what `trainer.speed` is; nothing for training functions
     """
@@ -40,7 +38,6 @@ class Run:
     config: Mapping[str, Any] = field(default_factory=dict)
     folder: Path = Path(".")
     functions: bool = False
-    saved_at: Callable[[], float | None] = field(default=lambda: None, compare=False, repr=False)
     processes: Callable[[], Sequence[tuple[str, int]]] = field(default=lambda: (), compare=False, repr=False)
     speed: Callable[[], Speed] = field(default=Speed, compare=False, repr=False)
 
@@ -114,7 +111,7 @@ class Callback:
     wants_stop: bool = False
     stop_reason: str = ""  # for the line in the log that says so
 
-    # What the workers do for this callback (`ProfilerSettings`, `Averaging`, `Measure`), if anything.
+    # What the workers do for this callback (`ProfilerSettings`), if anything.
     on_workers: Any = None
 
     def __init_subclass__(cls, **more: Any) -> None:

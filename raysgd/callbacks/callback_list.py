@@ -4,7 +4,6 @@ training. Driver."""
 from __future__ import annotations
 
 import logging
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 from raysgd.callbacks.base import Callback, CallResult, Run, Underway
 from raysgd.callbacks.history import History
 from raysgd.core.policy import Recovery
-from raysgd.errors import ConfigError, described, never_called
+from raysgd.errors import ConfigError, described
 
 logger = logging.getLogger("raysgd")
 
@@ -172,21 +171,7 @@ def check_callbacks(callbacks: Any, adapt: Callable[[Any], Any] = lambda given: 
                 f"callbacks must be raysgd.callbacks.Callback objects (or TrainingCallback, as in v1), got {given!r}"
             )
         found.append(callback)
-        _warn_of_names(type(callback))
     return found
-
-
-def _warn_of_names(kind: type[Callback]) -> None:
-    """Warn of hooks that raysgd does not have. Those of a second base class are that library's."""
-    kinds, hooks = kind.__mro__, [name for name in vars(Callback) if name.startswith("on_") and name != "on_workers"]
-    own = [each for each in kinds if issubclass(each, Callback) and not each.__module__.startswith("raysgd.")]
-    others = [each for each in kinds if not issubclass(each, Callback)]
-    for name in never_called(own, Callback):
-        if name.startswith("on_") and not any(name in vars(each) for each in others):
-            warnings.warn(
-                f"raysgd never calls {kind.__name__}.{name}: its callbacks have the methods {', '.join(hooks)}",
-                stacklevel=5,
-            )
 
 
 def wanted_on_workers(callbacks: Iterable[Callback]) -> list[Any]:

@@ -40,10 +40,10 @@ def warn_of_mode(what: str, metric: str, mode: str, argument: str = "mode") -> N
     """Warn if the lowest value of a metric is the best one, although its name says that more is
     better, or the highest one of a loss. `what` says what happens to that value."""
     words = set(re.split(r"[^a-z0-9]+|_", metric.lower()))
-    if mode == "min" and HIGHER_IS_BETTER & words:
-        logger.warning("%s the lowest value: pass %s='max' for the highest", what, argument)
-    elif mode == "max" and LOWER_IS_BETTER & words and not {"neg", "negative"} & words:
-        logger.warning("%s the highest value: pass %s='min' for the lowest", what, argument)
+    lowest = mode == "min" and HIGHER_IS_BETTER & words
+    if lowest or (mode == "max" and LOWER_IS_BETTER & words and not {"neg", "negative"} & words):
+        now, other, value = ("lowest", "highest", "max") if lowest else ("highest", "lowest", "min")
+        logger.warning("%s the %s value: pass %s=%r for the %s", what, now, argument, value, other)
 
 
 class EarlyStopping(Callback):

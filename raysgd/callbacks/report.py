@@ -13,7 +13,6 @@ from typing import Any
 
 from raysgd.callbacks.base import CallResult, Run, Underway
 from raysgd.callbacks.writers import flat, measured_names, recovery_text, scalars
-from raysgd.core.metrics import SECONDS
 from raysgd.core.policy import PHASES, Recovery
 from raysgd.core.speed import Speed
 from raysgd.errors import counted, text_of
@@ -145,10 +144,9 @@ def _metrics(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         values = scalars(row)
         for name in measured_names([values]):
-            if name not in (*SECONDS.values(), "samples_per_second"):  # these are in the charts of the speed
-                short = re.sub(f"^{PREFIXES.get(row['kind'], '')}", "", name)
-                line = charts.setdefault(short, {}).setdefault(name if short == name else row["kind"], [])
-                line.append((float(row[x]), values[name]))
+            short = re.sub(f"^{PREFIXES.get(row['kind'], '')}", "", name)
+            line = charts.setdefault(short, {}).setdefault(name if short == name else row["kind"], [])
+            line.append((float(row[x]), values[name]))
     title = "report" if x == "step" and all(row["kind"] == "report" for row in rows) else x
     return _charts(charts, x=title) or '<p class="soft">No metrics yet.</p>'
 
@@ -167,7 +165,6 @@ def _over_time(timeline: Timeline) -> str:
     trained = [(x, took, values) for x, kind, took, values in results if kind == "train"]
     batches = [(at(b[0]), max(b[2] - a[2], 0.0) / (b[1] - a[1])) for a, b in pairwise(timeline.pace) if b[1] > a[1]]
     samples = [(x, values["num_samples"] / took) for x, took, values in trained if took and "num_samples" in values]
-    of_ranks = {n: [(x, values[key]) for x, _, values in trained if key in values] for n, key in SECONDS.items()}
     sizes = [(x, values["world_size"]) for x, _, _, values in results]
     for each in timeline.recoveries:
         sizes += [(at(each.time - each.seconds), each.world_size_before), (at(each.time), each.world_size_after)]
@@ -175,7 +172,6 @@ def _over_time(timeline: Timeline) -> str:
     charts: dict[str, Lines] = {
         "batches per second, while train() runs": {"": batches},
         "samples per second, of each train()": {"": samples},
-        "seconds of each train(), on average over the ranks": of_ranks,
         "seconds per report": {"": [(x, took) for x, kind, took, _ in results if kind == "report"]},
         "workers": {"": [(0.0, size) for _, size in sizes[:1]] + sizes + [(at(end), size) for _, size in sizes[-1:]]},
     }

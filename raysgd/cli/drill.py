@@ -79,6 +79,11 @@ def trainer_arguments(settings: Sequence[str]) -> dict[str, Any]:
     for name, kind in (("elastic", ElasticConfig), ("options", TrainingOptions)):
         if name in found:
             found[name] = kind(**found[name])
+    if "fsdp" in (found.get("parallel"), getattr(found.get("options"), "parallel", None)):
+        raise ConfigError(
+            "the drill compares runs that continue in place, and a sharded model continues from its newest checkpoint: leave "
+            "parallel=fsdp out. Your operator trains the same without it"
+        )
     return found
 
 

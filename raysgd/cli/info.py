@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from raysgd.errors import CheckpointError
-from raysgd.storage import folders, values
+from raysgd.storage import folders
+from raysgd.tf.archive import HEAD, load
 from raysgd.train.checkpoint import DICT_FILE, Checkpoint
 from raysgd.training.auto_checkpoint import AutoCheckpoint, CheckpointFolder
 
@@ -21,8 +22,8 @@ def describe(path: Path) -> Iterator[tuple[str, str]]:
     names = {each.name for each in path.iterdir()} if path.is_dir() else members(path)
     if "data.pkl" in names or (folders.MARKER in names and any(path.glob("*/outline.pt"))):
         yield from torch_checkpoint(path)
-    elif values.HEAD in names:
-        yield from dictionary(path)
+    elif HEAD in names:
+        yield from state(load(path.read_bytes()), "TFTrainer")
     elif path.is_dir() and names & {folders.MARKER, DICT_FILE}:
         folders.verify(path)
         yield "written by", "raysgd.train: Checkpoint.from_directory(...)"
@@ -31,15 +32,6 @@ def describe(path: Path) -> Iterator[tuple[str, str]]:
         yield from automatic(path)
     else:
         Checkpoint(path).to_dict()  # raises the reason
-
-
-def dictionary(path: Path) -> Iterator[tuple[str, str]]:
-    content = Checkpoint(path).to_dict()
-    if content.get("format") == "raysgd-tensorflow":
-        yield from state(content, "TFTrainer")
-    else:
-        yield "written by", "raysgd.train: Checkpoint.from_dict(...)"
-        yield from ((str(name), text(value)) for name, value in content.items())
 
 
 def members(path: Path) -> set[str]:  # of a zip archive, without their folders
@@ -61,8 +53,11 @@ def torch_checkpoint(path: Path) -> Iterator[tuple[str, str]]:
     yield "checksums", "correct" if has_checksums else "none (torch.save wrote it)"
     if foreign := states.foreign_types(path):
         yield "content", f"not shown, because load(path, trusted=True) runs its code: {', '.join(foreign)}"
+    elif isinstance(content := states.peek(path), dict) and "models" not in content:
+        yield "written by", "raysgd.train: Checkpoint.from_dict(...), or torch.save"
+        yield from ((str(name), text(value)) for name, value in content.items())
     else:
-        yield from state(states.peek(path), "TorchTrainer")
+        yield from state(states.shaped(content), "TorchTrainer")
 
 
 def automatic(path: Path) -> Iterator[tuple[str, str]]:

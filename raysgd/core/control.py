@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from raysgd.core.hang import place_of
+from raysgd.core.hang import is_in_collective
 from raysgd.core.messages import FunctionReport, StartDealer
 from raysgd.core.metrics import Measured
-from raysgd.core.outcomes import CollectivePlace
+from raysgd.core.outcomes import CollectiveCalls
 from raysgd.core.progress import Progress
 
 REMEMBERED_STEPS = 16
@@ -56,8 +56,7 @@ class Control:
     it. `giving(name)` returns what sends this worker's state to those that `take` it, and
     `ask(name, question)` the driver's answer. `on_interrupt` is called on the control thread.
     `begun_after` holds, for the newest steps, how many collective calls (`collectives`) had been
-    made when each began, `joined_after` of them before the first one; `called` returns the steps
-    and lines of the newest calls of models, which make some of them. `ensure_whole` and
+    made when each began, `joined_after` of them before the first one. `ensure_whole` and
     `is_interruption` are the backend's. Never blocks the control thread, and costs the training
     thread one attribute read per batch while there is no request.
 
@@ -91,7 +90,6 @@ class Control:
         self.joined_after = 0
         self.ensure_whole: Callable[..., None] = lambda *, unless_seen=False: None
         self.is_interruption: Callable[[BaseException], bool] = lambda error: False
-        self.called: Callable[[], Sequence[tuple[int, str]]] = lambda: ()
         self.begun_after: deque[tuple[int, int]] = deque(maxlen=REMEMBERED_STEPS)
         self._publish = publish
         self._interval_s, self._next_publish = interval_s, clock()
@@ -173,10 +171,10 @@ class Control:
         not counted."""
         return max(self.collectives() - self.joined_after, -1)
 
-    def place(self, frames: Sequence[str]) -> CollectivePlace:
-        """Return which collective call a stack is in, and what was called before."""
-        begun = [(step, max(made - self.joined_after, -1)) for step, made in tuple(self.begun_after)]
-        return place_of(frames, self.calls(), begun, self.called())
+    def calls_at(self, frames: Sequence[str]) -> CollectiveCalls:
+        """Return how many collective calls this rank has made, if its call ended at this stack."""
+        begun = tuple((step, max(made - self.joined_after, -1)) for step, made in self.begun_after)
+        return CollectiveCalls(self.calls() if is_in_collective(frames, of_all=True) else -1, begun)
 
     def report(self, progress: Progress, partial: Measured | None = None) -> None:
         """Publish what is committed, with a partial result that would be lost with this process."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from raysgd.core.outcomes import CollectivePlace
 from raysgd.errors import counted
 
 # Frames of a rank that is waiting for its peers: (end of the file's path, function; "" for any function).
@@ -25,26 +24,10 @@ COLLECTIVE_FRAMES = (
     ("tensorflow/python/eager/execute.py", "quick_execute"),
     ("tensorflow/python/ops/gen_collective_ops.py", ""),
 )
-# The modules of these frames that users call, whose functions call each other.
-LIBRARIES = ("torch/distributed/distributed_c10d.py", "torch/nn/parallel/distributed.py", "horovod/torch/mpi_ops.py")
+BETWEEN_TWO = ("send", "recv")  # functions of these in which a rank waits for one other, and which gloo counts, too
 # A collective's frame can call other functions of these packages (logging and timing wrappers). If it calls any other
 # code (a hook in the backward pass), the rank is busy in that code.
 FRAMEWORKS = ("/torch/", "/tensorflow/", "/horovod/")
-# Calls that say nothing about the ranks' order: reports, those between two ranks, and the wait for any call that was made
-# before.
-UNORDERED = (
-    "_is_answered",
-    "wait_for_device",
-    "wait_tensor",
-    "send",
-    "recv",
-    "isend",
-    "irecv",
-    "batch_isend_irecv",
-    "send_object_list",
-    "recv_object_list",
-    "monitored_barrier",
-)
 PACKAGE, RAY = str(Path(__file__).resolve().parent.parent), "-packages/ray/"
 # Each worker sends "alive" every second. Workers whose last messages are this close together stopped sending together.
 TOGETHER_S = 2.5
@@ -71,40 +54,16 @@ class RankReport:
     silent_s: float = 0.0
 
 
-def is_in_collective(stack: Sequence[str]) -> bool:
-    """Whether a stack ("path:line function", innermost first) is in a collective call."""
+def is_in_collective(stack: Sequence[str], *, of_all: bool = False) -> bool:
+    """Whether a stack ("path:line function", innermost first) is in a collective call; `of_all`, in
+    one that all ranks must make."""
     for frame in stack:
         path, function = _path_and_function(frame)
         if _is_collective(path, function):
-            return True
+            return not (of_all and function in BETWEEN_TWO)
         if not any(framework in path for framework in FRAMEWORKS):
             return False
     return False
-
-
-def collective_name(stack: Sequence[str]) -> str:
-    """The name of the collective call that a stack is in ("path:line function" lines, innermost
-    first), "" if it is in none, or in one that not all ranks must make."""
-    if not is_in_collective(stack):
-        return ""
-    found = ""
-    for frame in stack:  # the outermost function of the library that a user calls: all_gather_object, not all_gather
-        path, function = _path_and_function(frame)
-        if path.endswith(LIBRARIES):
-            found = function
-        elif _is_collective(path, function):
-            found = found or ("backward" if function == "_engine_run_backward" else function)
-        elif is_user_frame(frame):
-            break
-    return "" if found in UNORDERED else found
-
-
-def place_of(
-    frames: Sequence[str], count: int, begun: Iterable[tuple[int, int]], called: Iterable[tuple[int, str]]
-) -> CollectivePlace:
-    """Find which collective call a stack is in, and the line of user code that made it."""
-    line = next(filter(is_user_frame, frames), "")
-    return CollectivePlace(count, collective_name(frames), line, tuple(begun), tuple(called))
 
 
 def _path_and_function(frame: str) -> tuple[str, str]:

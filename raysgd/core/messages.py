@@ -13,11 +13,10 @@ The first message of a connection is `Hello` or `Open`. The driver answers it wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from raysgd.core.metrics import Measured
-from raysgd.core.outcomes import CollectivePlace
 from raysgd.core.progress import Progress
 
 
@@ -95,13 +94,12 @@ class BoundaryAnswer(Message):
 @dataclass(frozen=True)
 class StackReport(Message):
     """A worker answers `StackRequest` with this: the training thread's stack (innermost frame
-    first), phase and batch, and what is known of its collective calls."""
+    first), phase and batch."""
 
     round: int
     frames: tuple[str, ...]
     phase: str = ""
     batch: int = 0
-    place: CollectivePlace = field(default_factory=CollectivePlace)
 
 
 @dataclass(frozen=True)

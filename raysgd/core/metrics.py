@@ -24,11 +24,9 @@ LARGEST = sys.float_info.max
 DEEPEST = 100
 # Limits on the metrics in a progress message: characters of one name, of all metrics, bits of one integer.
 LONGEST_NAME, LONGEST_BRIEF, LARGEST_INT_BITS = 200, 64_000, 64
-# What the callback Throughput measures in a worker: sums over a call.
-SECONDS = {"data": "data_seconds", "compute": "compute_seconds", "communication": "communication_seconds"}
 # Names in results that raysgd gives itself. An operator's own loop may count the batches and what it left out.
 COUNTED = frozenset({BATCH_COUNT, SKIPPED})
-OWN_NAMES = COUNTED | {"epoch", "profile", *SECONDS.values()}
+OWN_NAMES = COUNTED | {"epoch", "profile"}
 Result = dict[str, Any]
 
 
@@ -40,7 +38,6 @@ class Measured:
     drawn       how many of them this worker has committed in this part, if `committed` is known
     batch_mode  what becomes of the batch: "parts", "global" or "per_worker"
     rows        what is known of the worker's rows without reading them, by loader
-    first       of the newest epoch of a loader: its number, and a digest of its first batch
     returned    an object that the operator returned in place of metrics, alone in a tuple
     loaders     in place of `metrics`, if several loaders were evaluated: those of each, by what
                 their names begin with
@@ -55,7 +52,6 @@ class Measured:
     drawn: int = 0
     batch_mode: str = ""
     rows: Mapping[str, str] = field(default_factory=dict)
-    first: Mapping[str, str] = field(default_factory=dict)
     returned: tuple[Any, ...] = ()
     loaders: Mapping[str, Result] = field(default_factory=dict)
     traces: Mapping[str, bytes] = field(default_factory=dict)
@@ -279,7 +275,7 @@ def merge_parts(parts: Sequence[Mapping[str, Any]]) -> Result:
     """Merge the parts of one call, in order: sum counts, weight means, take the last `last_`."""
     rows = [dict(part) for part in parts if part]
     busy = [row for row in rows if row.get(BATCH_COUNT) or row.get(NUM_SAMPLES)] or rows
-    return _merged(busy, last=True, summed=(NUM_SAMPLES, BATCH_COUNT, SKIPPED, *SECONDS.values()))
+    return _merged(busy, last=True, summed=(NUM_SAMPLES, BATCH_COUNT, SKIPPED))
 
 
 def _merged(

@@ -6,28 +6,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.core.progress import Progress
-from raysgd.core.ranks import RankInfo
 
 DATA_LOADER, BATCH, GPU = "data loader", "batch", "gpu failure"
 
 
 @dataclass(frozen=True)
-class CollectivePlace:
-    """Where a rank was when its call was interrupted.
+class CollectiveCalls:
+    """How many collective calls a rank that was interrupted had made in this generation.
 
-    count    how many collective calls it had begun in this generation; -1 if the backend does not
-             count them
-    name     the collective call that it was in, such as "barrier"; empty if it was in none
-    line     the line of user code that made this call: "file:line function"
-    begun    (step, number of collective calls made before it), for the newest steps
-    called   (step, line), for each call of a wrapped model in them
+    waits_in  the number of the call that it was in; -1: in none, or the backend does not count them
+    begun     (step, number of calls made before it), for the newest steps
     """
 
-    count: int = -1
-    name: str = ""
-    line: str = ""
+    waits_in: int = -1
     begun: tuple[tuple[int, int], ...] = ()
-    called: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,7 +50,7 @@ class Interrupted:
     progress: Progress = field(default_factory=Progress)
     asked: bool = False
     reason: str = ""
-    place: CollectivePlace = field(default_factory=CollectivePlace)
+    collectives: CollectiveCalls = field(default_factory=CollectiveCalls)
 
 
 @dataclass(frozen=True)
@@ -115,17 +107,3 @@ class TrainAgain(BaseException):
 
 
 Outcome = Ok | Failed | Interrupted | WorkerFailed
-
-
-@dataclass(frozen=True)
-class Left:
-    """What a worker has for the next driver, when its own has ended.
-
-    rank_info  in the newest generation that it has joined
-    call       the number of the newest call that trained
-    parts      how each part of that call has ended here, after the number of its generation
-    """
-
-    rank_info: RankInfo
-    call: int
-    parts: list[tuple[int, Outcome]]

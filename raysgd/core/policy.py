@@ -7,12 +7,11 @@ values.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome, WorkerFailed
+from raysgd.core.outcomes import CollectiveCalls, Failed, Interrupted, Ok, Outcome, WorkerFailed
 from raysgd.errors import counted
 
 OUT_OF_STEP = "out of step"
@@ -40,7 +39,7 @@ class Recovery:
     removed_ranks   the ranks that failed, or that left in a planned change
     world_size_before, world_size_after  how many workers there were and are
     in_place        True if survivors continued with their state, False if training continued from a
-                    snapshot, or with the state of a new worker
+                    snapshot or a checkpoint, or with the state of a new worker
     batches_redone  how many committed batches were trained again
     seconds         how long the change took
     epoch, batch    where training was
@@ -102,8 +101,7 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
     A user's error takes precedence over everything that it caused on other ranks: peers whose
     collective failed are `Interrupted`, never `Failed`. A worker failure takes precedence over a
     pause. Ranks that were interrupted although no worker failed and the driver did not ask for it
-    mean a network fault, unless one of them names another reason, or they were in collective calls
-    that do not match.
+    mean a network fault, unless one of them names another reason.
     """
     failed_workers = tuple(worker for worker, outcome in outcomes.items() if isinstance(outcome, WorkerFailed))
     failed = [worker for worker, outcome in outcomes.items() if isinstance(outcome, Failed)]
@@ -136,113 +134,48 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
     return Observation("done")
 
 
-def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> str:
-    """Find evidence that the ranks did not make the same collective calls, "" if there is none.
-
-    Every rank's n-th call must be the same one. So each of these is proof:
+def different_calls(outcomes: Mapping[str, Outcome]) -> str:
+    """Find proof that the ranks did not make the same collective calls, "" if there is none:
 
     -   the backend received data of an unexpected size
     -   a rank is in a call beyond the last call of a rank that has finished
-    -   two ranks are in their n-th call, and the calls differ
-    -   two ranks began the same batch after different numbers of calls, or one is in a call beyond
-        those with which another one has ended that batch
-    -   two ranks are at the same line in the same batch, and one of them has made more calls in it
-        than in the batch before (not for a call about objects, such as broadcast_object_list, which
-        makes several collective calls itself, nor if a worker has died: it may have sent its part
-        of a call to one of the two only)
-    -   with `again` (no worker failed, for the second time at this place): the ranks are at
-        different lines
+    -   two ranks began the same step after different numbers of calls, or one is in a call beyond
+        those with which another one has ended that step
     """
     ranks = list(enumerate(outcomes.values()))
-    mismatched = [f"rank {r}: {o.cause}" for r, o in ranks if isinstance(o, WorkerFailed) and o.reason == OUT_OF_STEP]
-    waiting = {r: o.place for r, o in ranks if isinstance(o, Interrupted) and not o.asked and o.place.name}
-    numbered = {r: place for r, place in waiting.items() if place.count >= 0}
-    finished = {r: o.collectives for r, o in ranks if isinstance(o, Ok) and o.collectives >= 0}
-    beyond = max((place.count for place in numbered.values()), default=-1) > min(finished.values(), default=1 << 62)
-    same = any(
-        one.count == other.count and one.name != other.name for one in numbered.values() for other in numbered.values()
-    )
-    lines = {(place.name, place.line) for place in waiting.values()}
-    places = {r: o.place for r, o in ranks if isinstance(o, Interrupted)}
-    died = any(isinstance(o, WorkerFailed) and o.hung_at is None and o.reason != OUT_OF_STEP for _, o in ranks)
-    drifted = drift(places) or ("" if died else _more_calls(numbered)) or (_unusual(places) if mismatched else "")
-    if not (mismatched or beyond or same or drifted or (again and len(lines) > 1)):
-        return ""
-    stories = [
-        f"rank {rank} is in {place.name}, {_nth(place.count)}called at {place.line or 'an unknown line'}"
-        for rank, place in waiting.items()
-    ]
-    stories += [
-        f"rank {rank} has finished, after {counted(count, 'collective call')}" for rank, count in finished.items()
-    ]
-    return "; ".join([*mismatched, *stories, *([drifted] if drifted else [])])
+    for rank, outcome in ranks:
+        if isinstance(outcome, WorkerFailed) and outcome.reason == OUT_OF_STEP:
+            return f"rank {rank}: {outcome.cause}"
+    finished = {rank: o.collectives for rank, o in ranks if isinstance(o, Ok) and o.collectives >= 0}
+    made = {rank: o.collectives for rank, o in ranks if isinstance(o, Interrupted)}
+    for rank, outcome in ranks:
+        if isinstance(outcome, Interrupted) and not outcome.asked and finished:
+            other = min(finished, key=finished.__getitem__)
+            if outcome.collectives.waits_in > finished[other]:
+                return f"rank {other} has finished, and rank {rank} is in a collective call after its last one"
+    return _drifted(made) or _ahead(made)
 
 
-def drift(places: Mapping[int, CollectivePlace]) -> str:
-    """Find evidence of different numbers of collective calls in a step, or ""."""
-    return _drifted(places) or _ahead(places)
-
-
-def _drifted(places: Mapping[int, CollectivePlace]) -> str:
-    """Say which ranks began a batch after different numbers of calls: the first such batch."""
-    known = [dict(place.begun) for place in places.values()]
+def _drifted(made: Mapping[int, CollectiveCalls]) -> str:
+    """Say which ranks began a step after different numbers of calls: the first such step."""
+    known = [dict(calls.begun) for calls in made.values()]
     for step in sorted(set.intersection(*map(set, known))) if known else []:
-        counts = {rank: begun[step] for rank, begun in zip(places, known, strict=True)}
+        counts = {rank: begun[step] for rank, begun in zip(made, known, strict=True)}
         if len(set(counts.values())) > 1 and min(counts.values()) >= 0:
             listed = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
-            most, least = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)
-            only = _only(places, most, least, step - 1)
-            return f"before step {step} there had been {listed} collective calls{only}"
+            return f"before step {step} there had been {listed} collective calls"
     return ""
 
 
-def _ahead(waiting: Mapping[int, CollectivePlace]) -> str:
+def _ahead(made: Mapping[int, CollectiveCalls]) -> str:
     """Say which rank is in a call of a step that another rank has ended with fewer calls."""
-    for rank, place in ((rank, place) for rank, place in waiting.items() if place.name):
-        step = place.begun[-1][0] if place.begun else -2
-        for other, theirs in waiting.items():
-            made = dict(theirs.begun).get(step + 1, -1)
-            if 0 <= made < place.count:
-                only = _only(waiting, rank, other, step)
-                return f"rank {other} has ended step {step} after {made} collective calls, and rank {rank} is still in it{only}"
+    for rank, calls in made.items():
+        step = calls.begun[-1][0] if calls.begun else -2
+        for other, theirs in made.items():
+            if 0 <= (count := dict(theirs.begun).get(step + 1, -1)) < calls.waits_in:
+                ended = counted(count, "collective call")
+                return f"rank {other} has ended step {step} after {ended}, and rank {rank} is in call {calls.waits_in}"
     return ""
-
-
-def _unusual(places: Mapping[int, CollectivePlace]) -> str:
-    """Say at which lines a rank called a model in its newest step, and not in the one before."""
-    for rank, place in places.items():
-        for step in sorted({at for at, _ in place.called}, reverse=True):
-            now, before = (Counter(line for at, line in place.called if at == each) for each in (step, step - 1))
-            if before and (lines := ", ".join(now - before)):
-                return f"in step {step}, and not in the one before, rank {rank} called a model at {lines}"
-    return ""
-
-
-def _only(places: Mapping[int, CollectivePlace], rank: int, other: int, step: int) -> str:
-    """Say at which lines only one of these ranks called a model in this step."""
-    mine, theirs = (Counter(line for at, line in places[each].called if at == step) for each in (rank, other))
-    lines = ", ".join(mine - theirs)
-    return f"; in step {step} rank {rank}, and not rank {other}, called a model at {lines}" if lines else ""
-
-
-def _more_calls(waiting: Mapping[int, CollectivePlace]) -> str:
-    """Say which ranks are at the same line of the same batch after different numbers of calls in
-    it, where one of them has made more calls than in the batch before."""
-    found: dict[tuple[int, int, str, str], dict[int, int]] = {}
-    for rank, place in waiting.items():
-        if len(place.begun) > 1 and "_object" not in place.name:
-            (before, earlier), (step, at) = place.begun[-2:]
-            usual = at - earlier if step == before + 1 else 1 << 62
-            found.setdefault((step, usual, place.name, place.line), {})[rank] = place.count - at
-    for (step, usual, name, _), counts in found.items():
-        if len(set(counts.values())) > 1 and max(counts.values()) > usual:
-            listed = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
-            return f"in step {step} there were, up to this {name}, {listed} collective calls, and {usual} in the step before"
-    return ""
-
-
-def _nth(count: int) -> str:
-    return f"its collective call number {count}, " if count >= 0 else ""
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,6 @@ class Progress:
                  train; -1 if the state is undefined, because a load has begun to change it, and has
                  not completed that
     call         the number of the running call that trains, or of the last one
-    summary      of the weights after `step`, once in a run, for a comparison with the other ranks:
-                 text of a `Summary`
     lacks_state  whether its weights are a new worker's own initial ones, and not the group's
     cut_short    whether a peer's failure has cut a change of the state by the user's function short
     """
@@ -40,7 +38,6 @@ class Progress:
     applied: int = 0
     loads: int = 0
     call: int = -1
-    summary: str = ""
     lacks_state: bool = False
     cut_short: bool = False
 
@@ -54,6 +51,11 @@ class Progress:
         what was loaded later is ahead of all that was trained before."""
         whole = not (self.lacks_state or self.cut_short)
         return (whole, self.loads, self.step, self.applied, self.epoch, self.finished)
+
+    @property
+    def place(self) -> tuple[int, int, int, bool]:
+        """How far training has come: the end of a call is a place of its own."""
+        return self.loads, self.step, self.call, self.finished
 
     def at(self, phase: str) -> Progress:
         return _at(self, phase)

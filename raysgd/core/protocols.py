@@ -15,8 +15,8 @@ class ProcessGroupBackend(Protocol):
     """Connects the ranks of a generation. The object on the driver plans; its pickled copies join
     and leave.
 
-    in_place      whether a process can leave one generation and join the next (with TensorFlow, it
-                  cannot)
+    in_place      whether a process that leaves one generation joins the next; otherwise, all are
+                  new
     needs_offers  whether `plan` needs something from each worker, which is then asked for its
                   `offer` first
     """
@@ -57,14 +57,12 @@ class ProcessGroupBackend(Protocol):
 class Call:
     """What a trainer asks of each replica: a method of the replica's class, or a function that
     takes the replica first, and the other arguments. The trainer makes it, and `Replica.run`
-    unpacks it; the method is pickled by reference. `part_of` is the number of the engine's call
-    that trains, of which this is a part. `change` is the number of the change of the state that it
-    makes for the user, 0 if it makes none: a replica whose state has this change, or a later one,
-    does not make it again."""
+    unpacks it; the method is pickled by reference. `change` is the number of the change of the
+    state that it makes for the user, 0 if it makes none: a replica whose state has this change, or
+    a later one, does not make it again."""
 
     method: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    part_of: int = -1
     change: int = 0
 
     @property
@@ -90,9 +88,8 @@ class Replica(Protocol):
     def state(self) -> bytes:
         """Worker: return everything that another process needs to continue from here."""
 
-    def load(self, data: bytes, *, other_code: bool = False) -> None:
-        """Worker: take the state of another replica. One of `other_code` need not fit: raise an
-        error then, before anything is changed."""
+    def load(self, data: bytes) -> None:
+        """Worker: take the state of another replica."""
 
     def close(self) -> None:
         """Worker: release files, threads and loaders."""

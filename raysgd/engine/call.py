@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
-from raysgd.core.outcomes import Failed, Interrupted, Left, Ok, Outcome
+from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.protocols import Call
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.boundary import Boundary
 from raysgd.engine.generation import Generation
-from raysgd.engine.rank_comparison import Comparison
-from raysgd.engine.watchdog import ExtraCalls, Watchdog, ask
+from raysgd.engine.watchdog import Watchdog, ask
 from raysgd.engine.worker_table import WorkerTable
-from raysgd.errors import DivergenceError, counted
-from raysgd.workers.calls import has_large, with_value
+from raysgd.errors import counted
+from raysgd.workers.calls import has_large
 
 logger = logging.getLogger("raysgd")
 
@@ -46,7 +44,8 @@ class Job:
     replaces     whether it replaces the state, which may be undefined then
     redo         whether to run it again, before a later call, if all workers fail and continue from
                  a snapshot that was taken in it
-    compare      the call that returns a rank's `Summary`, as text; None: the ranks are not compared
+    compare      the call that returns the sums of a rank's weights; None: the ranks are not
+                 compared
     """
 
     call: Call
@@ -118,17 +117,6 @@ def collect_results_since(snapshot: Snapshot, parts: Sequence[PartialResults], *
     return [*before, PartialResults((Ok(snapshot.partial, snapshot.progress),))]
 
 
-def collect_results_left(ranks: Iterable[Left], *, call: int) -> list[PartialResults]:
-    """Collect what these ranks have measured in a call whose driver has ended, part by part."""
-    parts: dict[tuple[int, int], list[Outcome]] = {}
-    for left in ranks:
-        made = Counter[int]()
-        for generation, outcome in left.parts if left.call == call else ():
-            made[generation] += 1
-            parts.setdefault((generation, made[generation]), []).append(with_value(outcome))
-    return [PartialResults(tuple(parts[key]), key[0]) for key in sorted(parts)]
-
-
 class FanOut:
     """One call on all members of the generation, until each has an outcome. Owns the calls that
     have not ended, the boundary at which they are to stop, and what watches them.
@@ -136,7 +124,7 @@ class FanOut:
     When a rank fails, its peers are interrupted. `wants_boundary` is called several times a second,
     and returns whether all ranks should stop for a planned change. With `job.hurry_s`, ranks need
     not stop at the same boundary: that long after one of them has stopped as asked, the others are
-    interrupted where they are. `comparison` gets the ranks' summaries of their weights.
+    interrupted where they are.
     """
 
     def __init__(
@@ -145,13 +133,11 @@ class FanOut:
         generation: Generation,
         job: Job,
         wants_boundary: Callable[[Job], bool],
-        comparison: Comparison,
     ) -> None:
         self._table, self._generation, self._workers = table, generation, table.members()
-        self._job, self._wants_boundary, self._comparison = job, wants_boundary, comparison
+        self._job, self._wants_boundary = job, wants_boundary
         self._calls, self._tick_at = table.open_calls(lambda: generation.interrupt(self._workers)), 0.0
         self._watchdog = Watchdog(table, self._workers, generation.limits.hang_s)
-        self._extra = ExtraCalls(table, self._workers, self._calls)
         self._boundary: Boundary | None = None
         self._stopped_at: float | None = None
         self._hurried = False
@@ -217,30 +203,16 @@ class FanOut:
             self._boundary = Boundary(self._table, dict(self._calls.running), lead=self._job.lead)
         if self._job.is_waiting():
             self._table.note_progress(running)
-        if shown := self._table.take_summaries(self._workers):
-            self.judge(shown[0].step, [each.summary for each in shown])
-        self._extra.tick()
         self._watchdog.tick(
             running,
             interrupted_s=None if self._calls.troubled_at is None else self._table.clock() - self._calls.troubled_at,
             has_survivor=any(isinstance(outcome, Interrupted) for outcome in self._calls.outcomes.values()),
         )
 
-    def judge(self, step: int, texts: Sequence[str]) -> None:
-        """Compare the summaries, which are in rank order."""
-        try:
-            self._comparison.judge(step, texts)
-        except DivergenceError:
-            self._generation.end()  # also after the last step: the next one begins with rank 0's weights on all ranks
-            raise
-
     def _take_outcome(self, worker: str, outcome: Outcome) -> Outcome:
         """Tell the job who has returned. Return the outcome with what the group knows of it."""
         if isinstance(outcome, Ok):
             self._job.on_return(self._workers.index(worker))
-        found = self._extra.found
-        if worker in found and isinstance(outcome, Interrupted) and not outcome.place.name:
-            outcome = replace(outcome, place=found[worker], asked=False)  # a function that was stopped there
         if self._hurried and isinstance(outcome, Interrupted) and not outcome.reason:
             outcome = replace(outcome, asked=True)
         return outcome

@@ -26,18 +26,16 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 from raysgd.config import ElasticConfig, Limits
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
-from raysgd.core.policy import OUT_OF_STEP, Observation, Recovery, classify, different_calls
+from raysgd.core.policy import Observation, Recovery, classify
 from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend
-from raysgd.core.shard_copies import ShardedState
-from raysgd.core.snapshot import Snapshot, newest_state
+from raysgd.core.snapshot import Snapshot
 from raysgd.engine.call import (
     CTRL_C_S,
     FanOut,
     Job,
     PartialResults,
     RunningCall,
-    collect_results_left,
     collect_results_since,
 )
 from raysgd.engine.call_lock import CallLock, Claim
@@ -52,11 +50,12 @@ from raysgd.engine.failure import (
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
 from raysgd.engine.rank_comparison import Comparison
-from raysgd.engine.recovery import RecoveryLog, RecoveryLoop, StateLost
+from raysgd.engine.recovery import RecoveryLog, RecoveryLoop
 from raysgd.engine.replacements import Replacements
+from raysgd.engine.takeover import take_over
 from raysgd.engine.watchdog import ask
 from raysgd.engine.worker_table import During, OnReport, Phase, WorkerInfo, WorkerTable
-from raysgd.errors import CheckpointError, ClusterError, NotActiveError, counted
+from raysgd.errors import CheckpointError, ClusterError, DivergenceError, NotActiveError, counted
 from raysgd.workers.worker_group import WorkerGroupProtocol
 
 logger = logging.getLogger("raysgd")
@@ -73,9 +72,11 @@ class Engine:
     """Owns the group of workers and the objects that keep it running, and the number of the newest
     call. Only one thread at a time may call it; a second one gets an error. `living` are the
     engines of this process, because only this process can end the workers of an earlier one that
-    hold the resources of the next. `factory` and `hook` are packed for the workers. `during`
-    returns a context that the engine enters for each `Phase` of its work, for those who watch
-    it."""
+    hold the resources of the next. `factory` and `hook` are packed for the workers. Where the state
+    is in checkpoints only, `saved` returns what new workers can load the newest one from; if its
+    argument is True, it first waits for a save that is running, and otherwise it may return what is
+    still being saved. `during` returns a context that the engine enters for each `Phase` of its
+    work, for those who watch it."""
 
     living: ClassVar[weakref.WeakSet[Engine]] = weakref.WeakSet()
 
@@ -91,8 +92,7 @@ class Engine:
         least: int | None = None,
         elastic: ElasticConfig,
         limits: Limits,
-        sharded: ShardedState | None = None,
-        term: int = 0,
+        saved: Callable[[bool], Snapshot | None] | None = None,
         on_progress: Callable[[WorkerInfo], None] = lambda info: None,
         on_recovery: Callable[[Recovery], None] = lambda recovery: None,
         on_wait: Callable[[str], None] = lambda what: None,
@@ -107,9 +107,7 @@ class Engine:
             group, silent_s=limits.silent_s, clock=clock, on_progress=on_progress, on_report=on_report, during=during
         )
         self._log = RecoveryLog(self._cancellable(on_recovery), self._cancellable(on_wait))
-        self._generation = generation = Generation(
-            table, backend, limits, factory=factory, hook=hook, sharded=sharded, term=term
-        )
+        self._generation = generation = Generation(table, backend, limits, factory=factory, hook=hook, saved=saved)
         self._replacements = replacements = Replacements(table, generation, spares=elastic.hot_spares)
         self._membership = membership = Membership(
             table, generation, replacements, target=target, elastic=elastic, notice=notice
@@ -122,7 +120,7 @@ class Engine:
         self.active, self._ended, self._reached = True, False, Progress()
         self._shutdown: Callable[[], Callable[..., None] | None] = lambda: None
         self._call_lock = CallLock()
-        self._calls, self._named = 0, term > 0
+        self._calls = 0
         self.trained = 0  # the number of the newest call that trains and has ended
         self.changes = 0  # the number of the newest change of the state by a call that does not train
         # The call that trains in which an earlier driver has ended (None: it has no number here), and what was measured
@@ -157,34 +155,12 @@ class Engine:
         or a later one, or if it had committed nothing (None): then all are ended, and `start`
         follows. If a call was training, the next one that trains continues it."""
         self.living.add(self)
-        since, workers = self._table.clock(), self._table.adopt()
-        left = [] if trained is None else self._generation.gather(workers)
-        reached = reached or Progress()
-        if trained is None or _place(self.progress) < _place(reached) or not self.world_size:
-            for worker in workers:
-                self._table.dismiss(worker)
+        objects, found = (self._table, self._generation, self._recovery, self._log), (trained, reached, recoveries)
+        taken = take_over(*objects, *found, keeps_snapshots=self._keeps_snapshots)
+        if taken is None or trained is None:
             return False
-        found = self._table.progress_of(self._table.members())
-        newest = max(progress.call for progress in found.values())
-        keeps_snapshots = self._keeps_snapshots and self.group.elastic and not self._generation.is_sharded
-        if keeps_snapshots and self._backend.in_place and (best := newest_state(found)):
-            self._generation.rescue_state(best, newest)  # for the case that all fail before the next snapshot
-        self._calls, self.trained, self._log.recoveries = max(newest, trained), trained, list(recoveries)
-        self.changes = self.progress.loads
-        detail = f"another script has left {counted(len(workers), 'worker')}"
-        seen = Observation("broken", reason="takeover", detail=detail)
-        call = RunningCall(self._calls, -1, len(recoveries), changes=True)
-        try:
-            with self._table.during("recovery"):
-                revived = self._recovery.recover(seen, call, since=since, world=self.world_size)
-        except StateLost:
-            self._log.recoveries = []
-            self._table.snapshots.forget()
-            return False
-        parts = collect_results_left(left, call=newest)
-        if revived is not None:
-            parts = collect_results_since(revived, parts, call=newest)
-        self._interrupted = (newest, parts) if newest > trained else None
+        self._calls, self.trained, self.changes = max(taken[0], trained), trained, self.progress.loads
+        self._interrupted = taken if taken[0] > trained else None
         return True
 
     def continue_call(self, measured: PartialResults) -> None:
@@ -217,10 +193,9 @@ class Engine:
         """End the trainer that the workers belong to."""
         (self._shutdown() or self.stop)(force=force)
 
-    def stop(self, *, force: bool = False, leave: bool = False) -> None:
+    def stop(self, *, force: bool = False) -> None:
         """End every worker. If Ctrl-C interrupted an earlier call of `stop`, finish what it began.
-        A call that is running in another thread ends with an error. With `leave`, the workers
-        become orphans instead, of a trainer with a name."""
+        A call that is running in another thread ends with an error."""
         if self._ended:
             return
         unfinished = self._end_call_elsewhere()
@@ -229,15 +204,15 @@ class Engine:
         else:
             force = True
         try:
-            if not (force or leave) and self._generation.up:
+            if not force and self._generation.up:
                 ask(self._table, self._table.members(), "close", {}, limit_s=CLOSE_S)
         except (ClusterError, NotActiveError) as error:
             logger.warning("ending the workers without closing their replicas first: %s", error)
         finally:
             try:
-                self._end_group(leave=leave)
+                self._end_group()
             except KeyboardInterrupt:  # a worker that stayed would keep its resources
-                self._end_group(leave=leave)
+                self._end_group()
                 raise
 
         if (claim := self._call_lock.held_here()) is not None:
@@ -257,12 +232,12 @@ class Engine:
 
         return call
 
-    def _end_group(self, *, leave: bool) -> None:
+    def _end_group(self) -> None:
         try:
             try:
                 self._backend.plan([])
             finally:
-                self.group.stop(leave=leave)
+                self.group.stop()
         except Exception:
             self._ended = True
             raise
@@ -324,7 +299,7 @@ class Engine:
         """How far training has come, also if all workers have failed since, and work of calls that
         have returned must be done again."""
         ends = (end for _, end in self._finished.values() if end.step < sys.maxsize)
-        return max((self.progress, *ends), key=_place)
+        return max((self.progress, *ends), key=lambda each: each.place)
 
     @property
     def recoveries(self) -> list[Recovery]:
@@ -436,34 +411,28 @@ class Engine:
         self._run_again(running)
         parts = [part.until(self.progress.step) for part in left]
         began, began_at = self.progress, self._table.clock()
-        network_at: Progress | None = None  # where the newest network fault was, with all workers alive
         hung: list[Any] = []  # where code hung, as often as it hung there in a row
         while True:
             self.measured = parts
             call = self._prepare_call(job, running)
-            fan_out = FanOut(self._table, self._generation, job, self._wants_boundary, comparison=self._comparison)
+            fan_out = FanOut(self._table, self._generation, job, self._wants_boundary)
             fan_out.run(call)
             outcomes = fan_out.outcomes
             seen = self._count_hangs(classify(outcomes), hung)
             if seen.kind == "user_error":
                 self._raise_user_error(seen, outcomes)
-            if seen.reason == "network" and not seen.failed_workers:
-                seen = self._network_or_out_of_step(seen, outcomes, network_at)
-                network_at = self.progress
             if seen.kind == "out_of_step":
                 self._raise_out_of_step(seen, fan_out.troubled_at)
             part = PartialResults(tuple(outcomes.values()), self._generation.number)
             parts = [*parts, part] if job.again == "resume" else [part]
             if seen.kind == "done":
                 if job.compare is not None:
-                    self._compare_ranks(job.compare, fan_out, self._table.clock() - began_at)
+                    self._compare_ranks(job.compare, self._table.clock() - began_at)
                 return parts
             begun = replace(running, changes=job.call.change > 0)
             revived = self._restore(seen, begun, since=fan_out.troubled_at)
             # Whether training continues from a state from before this call. A new worker can have taken such a one.
-            goes_back = revived is not None and (
-                revived.call != running.number or _place(revived.progress) < _place(began)
-            )
+            goes_back = revived is not None and (revived.call != running.number or revived.progress.place < began.place)
             if goes_back:
                 self._run_again(running)
                 self._check_is_newest(job, began)
@@ -476,13 +445,11 @@ class Engine:
         in one of them: the snapshot of its end had not arrived. Otherwise this call would train the
         rest of that epoch, and the run one epoch less."""
         newest = self._generation.newest_snapshot()
-        if newest is None and self._generation.is_sharded:
-            self._finished = {}  # without a checkpoint, a failure ends the call with an error
         for number, (_, end) in list(self._finished.items()):
-            if newest is not None and _place(end) <= _place(newest.progress):
+            if newest is not None and end.place <= newest.progress.place:
                 del self._finished[number]
-        here = _place(self.progress)
-        lost = [n for n, (_, end) in self._finished.items() if n < running.number and _place(end) > here]
+        here = self.progress.place
+        lost = [n for n, (_, end) in self._finished.items() if n < running.number and end.place > here]
         left = {number: each for number, each in self._finished.items() if lost and number >= lost[0]}
         for number in left:
             del self._finished[number]  # until it has ended again
@@ -532,7 +499,7 @@ class Engine:
             parts = collect_results_since(revived, parts, call=running.number)
         return [part.until(self.progress.step) for part in parts]
 
-    def _compare_ranks(self, call: Call, fan_out: FanOut, seconds: float) -> None:
+    def _compare_ranks(self, call: Call, seconds: float) -> None:
         """Compare the ranks after a call that took so long. If a worker fails now, the next call
         handles that."""
         comparison, members = self._comparison, self._table.members()
@@ -546,7 +513,11 @@ class Engine:
         if seen.kind == "user_error":
             self._raise_user_error(seen, outcomes)
         if seen.kind == "done":
-            fan_out.judge(self.progress.step, [getattr(outcome, "value", "") for outcome in outcomes.values()])
+            try:
+                comparison.judge(self.progress.step, [getattr(outcome, "value", "") for outcome in outcomes.values()])
+            except DivergenceError:
+                self._generation.end()  # the next call begins with rank 0's weights on all ranks
+                raise
 
     def _prepare_call(self, job: Job, running: RunningCall) -> Call:
         """Return the call with the arguments that are only known when it is fanned out."""
@@ -555,8 +526,7 @@ class Engine:
             newest = self._table.snapshots.latest()
             lacks_change = newest is None or newest.progress.loads < self.progress.loads
             more |= {"call": running.number, "snapshot_first": lacks_change}
-        part_of = running.number if self._named and job.again == "resume" else -1
-        return replace(job.call, arguments={**job.call.arguments, **more}, part_of=part_of)
+        return replace(job.call, arguments={**job.call.arguments, **more})
 
     def _is_change_due(self) -> bool:
         """Whether, before training, the group is to change. Note an outage of Ray."""
@@ -627,8 +597,6 @@ class Engine:
             return Observation("broken", reason="restart", detail="an error ended a call while it replaced all workers")
         alive = Ok()
         seen = classify({m.worker: alive if m.ended is None else self._table.failure_of(m) for m in members})
-        if seen.kind == "done" and self._generation.lacks_shards(self._table.members()):
-            return Observation("broken", reason="restart", detail="the workers that are left lack shards")
         if seen.kind == "done" and not self._generation.up and not self._backend.in_place:
             return Observation("broken", reason="restart", detail="an error ended the generation")
         return seen
@@ -649,14 +617,6 @@ class Engine:
             return None
         with self._table.during(phase):
             return self._recovery.recover(seen, call, since=since, world=world)
-
-    def _network_or_out_of_step(
-        self, seen: Observation, outcomes: Mapping[str, Outcome], before: Progress | None
-    ) -> Observation:
-        """Decide what a network fault means: a second one here may be ranks out of step."""
-        again = before is not None and self.progress.order <= before.order
-        detail = different_calls(outcomes, again=again)
-        return Observation("out_of_step", reason=OUT_OF_STEP, detail=detail) if detail else seen
 
     def _raise_user_error(self, seen: Observation, outcomes: Mapping[str, Outcome]) -> NoReturn:
         self._generation.end()
@@ -700,8 +660,3 @@ def _collect_answers(outcomes: Mapping[str, Outcome]) -> PartialResults | None:
         return None
     kept = tuple(outcome for outcome in outcomes.values() if isinstance(outcome, Ok))
     return PartialResults(kept) if kept else None
-
-
-def _place(progress: Progress) -> tuple[int, int, int, bool]:
-    """How far training has come: the end of a call is a place of its own."""
-    return progress.loads, progress.step, progress.call, progress.finished

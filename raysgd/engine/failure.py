@@ -211,17 +211,6 @@ def failed_error(
     return kind("\n".join(lines))
 
 
-def shards_lost_error(left: int, before: int) -> TrainingFailedError:
-    """The error about a sharded model of which a part is lost, without a checkpoint."""
-    return TrainingFailedError(
-        f"training failed: a part of the model was lost with the workers that failed ({left} of {before} are left). There is no "
-        "checkpoint to continue from: this trainer has neither loaded a file nor completed an automatic checkpoint since its state was "
-        "last changed outside of train(). Call load() with what you have saved. To survive the next failure, keep each shard on two "
-        "workers, with TrainingOptions(parallel='fsdp', replicas=2), or pass checkpoints=AutoCheckpoint(...), with every=... for "
-        "checkpoints within an epoch"
-    )
-
-
 def cut_short_error(ranks: Sequence[int]) -> TrainingFailedError:
     """The error about the user's function that has run in part, without a snapshot."""
     return TrainingFailedError(

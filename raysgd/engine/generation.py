@@ -15,17 +15,16 @@ from contextlib import closing
 from typing import Any
 
 from raysgd.config import Limits
-from raysgd.core.lease import GENERATIONS, LEASE_S
+from raysgd.core.lease import GENERATIONS
 from raysgd.core.messages import Interrupt
-from raysgd.core.outcomes import Failed, Interrupted, Left, Ok, Outcome, WorkerFailed
+from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome, WorkerFailed
 from raysgd.core.policy import UNREACHABLE
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.ranks import RankInfo, assign_ranks
-from raysgd.core.shard_copies import ShardedState, covered, layout
 from raysgd.core.snapshot import Snapshot, newest_state
 from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_error, warn_no_room
 from raysgd.engine.watchdog import ask
-from raysgd.engine.worker_table import LOOK_S, Stage, WorkerInfo, WorkerTable
+from raysgd.engine.worker_table import Stage, WorkerInfo, WorkerTable
 from raysgd.errors import WorkerStartError, counted
 from raysgd.workers.worker_group import TransferProtocol
 
@@ -49,13 +48,11 @@ class Generation:
         *,
         factory: Any,
         hook: Any,
-        sharded: ShardedState | None = None,
-        term: int = 0,
+        saved: Callable[[bool], Snapshot | None] | None = None,
     ) -> None:
         self._table, self._backend, self.limits = table, backend, limits
-        self._factory, self._hook, self._sharded = factory, hook, sharded
-        self._shards: dict[str, tuple[int, int]] = {}  # of each worker: its number, and how many there are
-        self.number = term * GENERATIONS
+        self._factory, self._hook, self._saved = factory, hook, saved
+        self.number = table.group.term * GENERATIONS
         self.up = False  # whether the ranks can run collectives, as far as the driver knows
         self._has_formed = False
         self._seconds: dict[str, float] = {}
@@ -153,34 +150,14 @@ class Generation:
                     no_room = no_room or full
         return True
 
-    def gather(self, workers: Sequence[str]) -> list[Left]:
-        """Make members of the workers that an earlier driver has left: of those of the newest
-        generation that have the training's state, which an earlier one may have been continued
-        without. Dismiss the others. Return what the members have, in rank order."""
-        deadline = self._table.clock() + LEASE_S + self.limits.hang_s  # they may still hear of the other driver
-        infos = [self._table[worker] for worker in workers]
-        while self._table.clock() < deadline and any(i.stage < Stage.UP and i.ended is None for i in infos):
-            self._table.pump(LOOK_S)
-        up = [info.worker for info in infos if info.stage >= Stage.UP and info.ended is None]
-        outcomes: dict[str, Outcome] = {}
-        while up:
-            answered = self._ask(up, "attach", {"factory": self._factory}, self.limits.setup_s)
-            # A large operator may not arrive at the first try.
-            up = [each for each in up if isinstance(answered[each], Interrupted) and each not in outcomes]
-            outcomes |= answered
-        for worker, outcome in outcomes.items():
-            if isinstance(outcome, Failed):  # the new code's: the state is kept
-                raise_user_error(outcome, self._table[worker])
-        found = {w: each.value for w, each in outcomes.items() if isinstance(each, Ok) and each.value is not None}
-        newest = max((left.rank_info.generation for left in found.values()), default=0)
-        members = [worker for worker, left in found.items() if left.rank_info.generation == newest]
-        members.sort(key=lambda worker: found[worker].rank_info.world_rank)
-        for worker in workers:
-            if worker not in members:
-                self._table.dismiss(worker)
+    def attach(self, workers: Sequence[str]) -> dict[str, Outcome]:
+        """Ask workers of an earlier driver what they have."""
+        return self._ask(workers, "attach", {"factory": self._factory}, self.limits.setup_s)
+
+    def enter(self, members: Sequence[str]) -> None:
+        """Note the members, in rank order."""
         self._table.enter_group(members)
         self._has_formed = bool(members)
-        return [found[worker] for worker in members]
 
     def warm_up_arguments(self) -> dict[str, Any]:
         """What a replacement needs to be set up in a generation of its own."""
@@ -190,8 +167,7 @@ class Generation:
 
     def form(self, workers: Sequence[str], *, state: Any = None, saved: Snapshot | None = None) -> bool:
         """Try once to form a generation of these workers, in this order. New ones load `state`, if
-        there is one; all load what was `saved`, if too few shards are left. Raise the error of the
-        user's set-up."""
+        there is one; all load what was `saved`. Raise an error of the set-up."""
         self.up = False
         self.up = self._form(workers, state, saved)
         return self.up
@@ -218,11 +194,7 @@ class Generation:
             return False
         if saved is not None and not self._load_saved(workers, saved):
             return False
-        self._table.enter_group(workers)
-        if self._sharded is not None:
-            count = layout(len(workers), self._sharded.replicas)[1]
-            self._shards = {worker: (rank % count, count) for rank, worker in enumerate(workers)}
-        self._has_formed = True
+        self.enter(workers)
         return True
 
     def _select_built(self, workers: Sequence[str]) -> list[str]:
@@ -239,21 +211,17 @@ class Generation:
         asked = [info.worker for info in built if leave and (info.in_group or not info.is_exact)]
         return not asked or self._all_ok(self._ask(asked, "leave", {}, self.limits.hang_s))
 
-    # -- shards ---------------------------------------------------------------------------------------
+    # -- states ---------------------------------------------------------------------------------------
 
     @property
-    def is_sharded(self) -> bool:
-        return self._sharded is not None
-
-    def lacks_shards(self, workers: Sequence[str]) -> bool:
-        """Whether the state is divided, and these have no copy of a part of it."""
-        return self.is_sharded and not covered(self._shards[worker] for worker in workers if worker in self._shards)
+    def keeps_state(self) -> bool:
+        """Whether a single worker has the state: otherwise, it is in checkpoints only."""
+        return self._saved is None
 
     def newest_snapshot(self, *, wait: bool = False) -> Snapshot | None:
         """What new workers can start from. Without `wait`, this may be a checkpoint that is still
         being saved."""
-        latest = self._table.snapshots.latest()
-        return self._sharded.saved(wait) if latest is None and self._sharded is not None else latest
+        return self._table.snapshots.latest() if self._saved is None else self._saved(wait)
 
     def _load_saved(self, workers: Sequence[str], saved: Snapshot) -> bool:
         """Let all workers load a checkpoint. Return False if one has failed. Raise an error if the
@@ -268,23 +236,10 @@ class Generation:
 
         return saved.load(ask_all)
 
-    def hand_over(self, stay: Sequence[str]) -> bool:
-        """Divide all shards among the members that stay. Return False if a worker has failed."""
-        assert self._sharded is not None
-        members = self._table.members()
-        call = Call(self._sharded.hand_over, {"stay": [members.index(worker) for worker in stay]})
-        outcomes = self._ask(
-            members, "run", {"call": call}, self.limits.setup_s, on_trouble=lambda: self.interrupt(members)
-        )
-        if not self._all_ok(outcomes):
-            return False
-        self._shards = {worker: (index, len(stay)) for index, worker in enumerate(stay)}
-        return True
-
     def _behind(self, workers: Sequence[str]) -> tuple[str, list[str]]:
         """Find the most advanced worker, and those that need its state: usually none. If none has
         the state of the group, the others begin with the first one's."""
-        if self.is_sharded or not workers:  # the ranks exchange shards when they have joined
+        if not workers:
             return "", []
         progress = self._table.progress_of(workers)
         source = newest_state(progress)
@@ -294,9 +249,8 @@ class Generation:
         return source, [worker for worker in workers if worker not in (source, *same)]
 
     def load(self, workers: Sequence[str], state: Any) -> bool:
-        """Let workers load a state. Return False if one has failed. Raise the error of the user's
-        `load_state_dict` if it raises one."""
-        self._shards = {worker: shard for worker, shard in self._shards.items() if worker not in workers}
+        """Let workers load a state. Return False if one has failed. Raise an error of the
+        operator's `load_state_dict` if it raises one."""
         with closing(self._table.group.transfer()) as transfer:
             transfer.fill(state)
             return self._move(dict.fromkeys(workers, "load"), transfer)
@@ -308,20 +262,13 @@ class Generation:
 
     def rescue_state(self, worker: str, call: int) -> bool:
         """Keep the state of a worker that is about to end as the snapshot, taken in call number
-        `call`. Return whether the worker gave its state. If it is sharded, all members take part,
-        and the first one gives it. Raise the error of the user's `state_dict` if it raises one."""
-        asked, waiting = (self._table.members(),) * 2 if self.is_sharded else ([worker], [])
+        `call`. Return whether the worker gave its state. Raise an error of the operator's
+        `state_dict` if it raises one."""
         with closing(self._table.group.transfer()) as transfer:
-
-            def cancel() -> None:
-                self.interrupt(waiting)
-                transfer.close()
-
-            given = {worker: {"transfer": transfer.name if worker == asked[0] else ""} for worker in asked}
-            outcomes = self._ask(asked, "state", given.__getitem__, self.limits.setup_s, on_trouble=cancel)
-            outcome = outcomes[asked[0]]
+            arguments, limit_s = {"transfer": transfer.name}, self.limits.setup_s
+            outcome = self._ask([worker], "state", arguments, limit_s, on_trouble=transfer.close)[worker]
             if isinstance(outcome, Failed):  # the worker is healthy, and its state must not be lost for that
-                raise_user_error(outcome, self._table[asked[0]])
+                raise_user_error(outcome, self._table[worker])
             if not isinstance(outcome, Ok):
                 return False
             self._table.snapshots.offer(Snapshot(transfer.data, outcome.progress, call=call))

@@ -8,22 +8,22 @@ import math
 from collections.abc import Sequence
 
 from raysgd.config import ElasticConfig
-from raysgd.core.rank_comparison import compare, describe
+from raysgd.core.rank_comparison import CAUSES, difference
 from raysgd.errors import DivergenceError
 
 logger = logging.getLogger("raysgd")
 
-LARGEST_SHARE = 0.005  # of the time that the ranks train, for comparisons after calls
+LARGEST_SHARE = 0.005  # of the time that the ranks train, for comparisons
 
 
 class Comparison:
-    """Owns how long the ranks have trained since they were compared after a call, and which
-    differences were logged."""
+    """Owns how long the ranks have trained since they were compared, and whether a difference was
+    logged."""
 
     def __init__(self, elastic: ElasticConfig) -> None:
         self._raises = elastic.on_divergence == "raise"
         self._trained_s, self._took_s = math.inf, 0.0  # so that the first call is compared
-        self._logged: set[tuple[str, str]] = set()
+        self._logged = False
 
     def note_training(self, seconds: float) -> None:
         """Note how long a call has trained."""
@@ -46,10 +46,10 @@ class Comparison:
     def judge(self, step: int, texts: Sequence[str]) -> None:
         """Compare what the ranks, in this order, have reported after a step. Log a difference, or
         raise DivergenceError, if the user wants that."""
-        found = compare(dict(enumerate(texts)))
+        found = difference(texts)
+        text = f"after step {step} the ranks do not train the same model: the parameter {found}. {CAUSES}"
         if found and self._raises:
-            raise DivergenceError(describe(found, step))
-        kinds = {(each.kind, each.name if each.kind == "settings" else "") for each in found}
-        if kinds - self._logged:
-            logger.warning("%s", describe(found, step))
-        self._logged |= kinds
+            raise DivergenceError(text)
+        if found and not self._logged:
+            self._logged = True
+            logger.warning("%s", text)

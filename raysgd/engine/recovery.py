@@ -16,7 +16,7 @@ from raysgd.core.outcomes import BATCH, DATA_LOADER
 from raysgd.core.progress import Progress
 from raysgd.core.snapshot import Snapshot, newest_state
 from raysgd.engine.call import RunningCall
-from raysgd.engine.failure import cut_short_error, failed_error, raise_user_error, shards_lost_error, unfinished_error
+from raysgd.engine.failure import cut_short_error, failed_error, raise_user_error, unfinished_error
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
 from raysgd.engine.replacements import Replacements
@@ -183,21 +183,15 @@ class RecoveryLoop:
                 self._wait(decision.seconds, now, case)
                 case.phases["wait"] = case.phases.get("wait", 0.0) + self._table.clock() - began
         self._note(case)
-        if self._generation.is_sharded:
-            self._table.snapshots.forget()  # the state of workers that all have left, which soon is an older one
         return case.revived
 
     def _let_leave(self, case: _Case) -> bool:
-        """Dismiss the members that leave, when the others, or the driver, have their part of the
-        state. Return False if that failed: then they stay until the next change."""
+        """Dismiss the members that leave, when the others, or the driver, have the state. Return
+        False if that failed: then they stay until the next change."""
         leaving, case.seen = case.seen.leaving, replace(case.seen, leaving=())
         if self._in_place:
-            stay = [worker for worker in self._table.members() if worker not in leaving]
-            if stay and self._generation.lacks_shards(stay):
-                handed = self._generation.hand_over(stay)
-            else:
-                handed = bool(stay) or any(self._generation.rescue_state(each, case.call.number) for each in leaving)
-            if not handed:
+            stay = set(self._table.members()) - set(leaving)
+            if not (stay or any(self._generation.rescue_state(each, case.call.number) for each in leaving)):
                 case.tries += 1
                 return False
         case.left_ranks |= {self._table[worker].rank or 0 for worker in leaving}
@@ -234,13 +228,12 @@ class RecoveryLoop:
         return self._generation.form(workers, state=state, saved=saved)
 
     def _lack_state(self, case: _Case, survivors: list[str]) -> bool:
-        """Whether no survivor has the state of the group, or they lack a part of it. An undefined
-        one does, if there is a snapshot, and if the call does not replace the state. One whose
-        change was cut short does until that call ends: the script has its error then."""
+        """Whether no survivor has the state of the group. An undefined one does not, if there is a
+        snapshot, and if the call does not replace the state. One whose change was cut short does
+        not until that call ends: the script has its error then."""
         found, call = [self._table[each].progress for each in survivors], case.call
         replaceable = not call.replaces and self._table.snapshots.latest() is not None
-        lacking = all((call.changes and each.cut_short) or (replaceable and each.undefined) for each in found)
-        return lacking or self._generation.lacks_shards(survivors)
+        return all((call.changes and each.cut_short) or (replaceable and each.undefined) for each in found)
 
     def _undo_forming(self, case: _Case, survivors: list[str], joining: list[str]) -> None:
         """Take the replacements back after a failed try. If no worker has failed, the network
@@ -262,17 +255,15 @@ class RecoveryLoop:
         snapshot: the member that it took this from has failed. Mostly, there is none."""
         progress = self._table.progress_of([*survivors, *joining])
         best = newest_state(progress, self._table.snapshots.latest() or Snapshot())
-        return [best] if best in joining and not self._generation.is_sharded else []  # of shards, none has all
+        return [best] if best in joining else []
 
     def _check(self, case: _Case, survivors: list[str]) -> None:
         """Raise an error if only the user's set-up is in the way, or after too many attempts."""
         replacements = self._replacements
-        lost = self._lack_state(case, survivors) if survivors else self._generation.is_sharded
-        if lost and not case.call.replaces and self._generation.newest_snapshot(wait=True) is None:
+        lost = bool(survivors) and self._lack_state(case, survivors)
+        if lost and not case.call.replaces and self._table.snapshots.latest() is None:
             self._note(case, continues=False)
-            if not self._generation.lacks_shards(survivors):
-                raise cut_short_error([self._table[worker].rank or 0 for worker in survivors])
-            raise shards_lost_error(len(survivors), case.world)
+            raise cut_short_error([self._table[worker].rank or 0 for worker in survivors])
         if not survivors and replacements.ready == 0 and replacements.starting == 0:
             if replacements.failure is not None:
                 raise_user_error(replacements.failure, WorkerInfo("a new worker"))
@@ -308,8 +299,7 @@ class RecoveryLoop:
         seen, at = case.seen, case.furthest
         where = f" in epoch {at.epoch}, batch {at.batches}" if at.epoch else ""  # which functions count themselves
         if seen.reason == DATA_LOADER:
-            action = "Restarting this loader and continuing after the last committed batch"
-            logger.warning("data loader failure%s: %s. %s", where, seen.detail, action)
+            logger.warning("data loader failure%s: %s. Restarting this loader", where, seen.detail)
         elif seen.reason in policy.PLANNED and not case.failed_ranks:
             logger.info("%s%s: %s", seen.reason, where, seen.detail)
         else:
@@ -319,19 +309,24 @@ class RecoveryLoop:
 
     def _survivors(self, case: _Case) -> list[str]:
         """Find the members that can continue: none if processes cannot rejoin; then their state is
-        saved as a snapshot."""
+        saved as a snapshot, unless it is in checkpoints only."""
         survivors = self._table.members()
         if survivors and not self._in_place:
-            found = self._table.progress_of(survivors)
-            changes = case.call.changes
-            progress = {worker: each for worker, each in found.items() if not (changes and each.cut_short)}
-            while (best := newest_state(progress)) and not self._generation.rescue_state(best, case.call.number):
-                del progress[best]  # it failed, too, so try the one that has the newest state of the others
+            if self._generation.keeps_state:
+                self._rescue_state(survivors, case.call)
+            else:
+                self._generation.newest_snapshot(wait=True)  # its workers must not end while they are saving it
             for worker in survivors:
                 self._table.dismiss(worker)
             self._replace_all(len(survivors))
             survivors = []
         return survivors
+
+    def _rescue_state(self, survivors: list[str], call: RunningCall) -> None:
+        found = self._table.progress_of(survivors)
+        progress = {worker: each for worker, each in found.items() if not (call.changes and each.cut_short)}
+        while (best := newest_state(progress)) and not self._generation.rescue_state(best, call.number):
+            del progress[best]  # it failed, too, so try the one that has the newest state of the others
 
     def _replace_all(self, left: int) -> None:
         """Start new processes for all. Their places are free, before Ray shows it."""
@@ -361,12 +356,12 @@ class RecoveryLoop:
         )
 
     def _revive(self, joining: list[str], call: int) -> Snapshot | None:
-        """Choose the snapshot that these processes start from when no member is left, or members
-        lack a shard: the newest one, or an empty one if they all take the initial state of the
-        first of them. Return None if they could not load it."""
+        """Choose the snapshot that these processes start from when no member is left: the newest
+        one, or an empty one if they all take the initial state of the first of them. Return None if
+        they could not load it."""
         snapshot = self._generation.newest_snapshot(wait=True) or Snapshot()
         best = newest_state(self._table.progress_of(joining), snapshot if snapshot.data else None)
-        if best and self._in_place and not self._generation.is_sharded:
+        if best and self._in_place:
             return Snapshot(progress=self._table[best].progress, call=call)
         if snapshot.data and self._in_place and not self._generation.load(joining, snapshot.data):
             return None

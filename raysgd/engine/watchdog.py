@@ -18,9 +18,8 @@ from raysgd.core.hang import (
     is_in_collective,
 )
 from raysgd.core.messages import StackReport
-from raysgd.core.outcomes import CollectivePlace, Ok, Outcome
-from raysgd.core.policy import drift
-from raysgd.engine.worker_table import KILLED_S, LOOK_S, OpenCalls, WorkerTable
+from raysgd.core.outcomes import Outcome
+from raysgd.engine.worker_table import KILLED_S, LOOK_S, WorkerTable
 
 logger = logging.getLogger("raysgd")
 
@@ -29,7 +28,6 @@ SILENT_S = 2.5
 # For a rank to leave a collective call, after it was interrupted: at least, and as a part of the limit of a hang.
 LEAVE_S, LEAVE_PART = 10.0, 0.1
 WARN_PART = 0.1  # of the limit of a set-up
-ASK_EVERY_S = 1.0  # at first, for ranks that may be in a collective call which others do not make
 
 
 def ask(
@@ -257,38 +255,3 @@ class Watchdog:
             answer = self._stacks.get(worker)
             hung_at = None if answer is None else (answer.phase, answer.batch)
             self._table.kill(worker, "hang", story, hung_at=hung_at)
-
-
-class ExtraCalls:
-    """Interrupts the ranks of a call if some wait in a collective call that others do not make,
-    which only its time limit would end. `found` is where those ranks were."""
-
-    def __init__(self, table: WorkerTable, workers: Sequence[str], calls: OpenCalls) -> None:
-        self._table, self._workers, self._calls = table, workers, calls
-        self._asked, self._asked_at = -1, 0.0
-        self._places: dict[str, CollectivePlace] = {}
-        self.found: dict[str, CollectivePlace] = {}
-
-    def tick(self) -> None:
-        """Interrupt the ranks if one of them is beyond the last call of a rank that has finished,
-        or all wait, after different numbers of calls."""
-        now, running = self._table.clock(), self._calls.running
-        if not running or len(self._workers) < 2 or self._calls.troubled_at is not None:
-            self._asked_at = now
-            return
-        answers = self._table.take_answers(StackReport, self._asked)
-        self._places |= {worker: answer.place for worker, answer in answers}
-        waiting = {worker: place for worker, place in self._places.items() if worker in running and place.name}
-        made = [o.collectives for o in self._calls.outcomes.values() if isinstance(o, Ok) and o.collectives >= 0]
-        beyond = {worker: place for worker, place in waiting.items() if made and place.count > min(made)}
-        by_rank = {rank: waiting[worker] for rank, worker in enumerate(self._workers) if worker in waiting}
-        if beyond or (len(waiting) == len(running) and drift(by_rank)):
-            self.found = beyond or waiting
-            self._calls.note_trouble()
-            return
-        moved_at = {worker: self._table[worker].moved_at for worker in running}
-        if now - self._asked_at > max(ASK_EVERY_S, (now - max(moved_at.values())) / 2):  # later and later
-            still = [worker for worker, moved in moved_at.items() if moved < self._asked_at]
-            wanted = still if made or len(still) == len(running) else []
-            self._places = {}
-            self._asked, self._asked_at = self._table.request_stacks(wanted) if wanted else -1, now

@@ -97,7 +97,6 @@ class WorkerInfo:
     killed_for  why the driver killed it: the reason and the details of its failure
     unfinished  what it did not finish in time, with its stack; empty if its process is stopped and
                 shows none
-    shown       its progress with a summary of its weights, if the running call has brought one
     busy        the call that it has not answered yet
     last_call   the newest call that it was given
     is_exact    whether `progress` is that of its replica: it came with the answer to the newest
@@ -123,7 +122,6 @@ class WorkerInfo:
     gpu_failures: int = 0
     killed_for: KillReason | None = None
     unfinished: str = ""
-    shown: Progress | None = None
     busy: int | None = None
     last_call: int = -1
     is_exact: bool = False
@@ -316,23 +314,12 @@ class WorkerTable:
         """Note what the worker did not finish in time."""
         self._workers[worker].unfinished = story
 
-    def take_summaries(self, workers: Sequence[str]) -> list[Progress]:
-        """Take the summaries that these workers have sent in the running call, after the same step,
-        once all have."""
-        infos = [self._workers[worker] for worker in workers]
-        shown = [info.shown for info in infos if info.shown is not None]
-        if len(shown) < len(infos):
-            return []
-        for info in infos:
-            info.shown = None
-        return shown
-
     # -- calls ----------------------------------------------------------------------------------------
 
     def begin_run(self, worker: str, method: str) -> None:
         """Note that a user call begins here: results of an earlier one do not count for it."""
         info = self._workers[worker]
-        info.progress, info.partial, info.shown = info.progress.at(method), None, None
+        info.progress, info.partial = info.progress.at(method), None
 
     def expect(self, worker: str, call: int) -> None:
         """Note that the worker was just given a call, by the group's `submit`."""
@@ -511,7 +498,6 @@ class WorkerTable:
             if message.progress != info.progress:
                 info.moved_at = self.clock()
             info.progress, info.partial = message.progress, message.partial
-            info.shown = message.progress if message.progress.summary else info.shown
             self._on_progress(info)
             self.raise_cancelled()  # also here, because `pump` is not called while the inline worker trains
         elif isinstance(message, messages.FunctionReport):

@@ -8,7 +8,6 @@ epoch.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -22,7 +21,6 @@ from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.parts import keep_values, one_row, refuse_sum, rows_in
 
 EVALUATE, FIT = "evaluate_config", "fit_config"
-logger = logging.getLogger("raysgd")
 
 TAKEN = {
     FIT: ("epochs", "steps_per_epoch", "callbacks", "verbose"),
@@ -41,10 +39,6 @@ INSTEAD = {
     "initial_epoch": "load() a checkpoint: it holds the epoch",
     "validation_steps": "pass num_steps to validate()",
 }
-WITHOUT_XLA = (
-    "the model was compiled with jit_compile=True, which has no effect here, because XLA cannot compile the sum of the gradients over "
-    "the workers: put tf.function(jit_compile=True) on parts of the model"
-)
 WITHOUT_END = (
     "no fit of Keras ends here, because without 'epochs' in config['fit_config'] each train() is one epoch of a longer fit. So the "
     "weights never become those of %s. Pass 'epochs': one train() then trains so many, and ends as fit does"
@@ -73,8 +67,6 @@ class CompiledOperator(TrainingOperator):
                 f"the model was compiled with steps_per_execution={steps}, which has no effect here: raysgd runs one batch at a "
                 "time, so that it can continue after each of them when a worker fails. Leave it out"
             )
-        if model.jit_compile and not tf.config.list_physical_devices("GPU"):  # where Keras sets it by itself
-            self._internals.warn_once(WITHOUT_XLA)
         if self._settings.distributed:
             for loss in tf.nest.flatten(model.loss):
                 refuse_sum(loss, "a compiled loss")
@@ -230,8 +222,6 @@ def checked_fit_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     given = config.get(name) or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"config[{name!r}] must be a dict of keyword arguments, got {given!r}")
-    if ignored := sorted(set(given) & UNUSED):
-        logger.warning("config[%r] has %s, which Keras ignores for data sets, and raysgd too", name, ", ".join(ignored))
     given = {key: value for key, value in given.items() if key not in UNUSED}
     for key in given:
         if key not in TAKEN[name]:

@@ -136,7 +136,7 @@ class TFReplica(ReplicaBase):
     def _dump(self, state: dict[str, Any]) -> memoryview:
         return states.dump(state)
 
-    def load(self, data: Any, *, other_code: bool = False) -> None:
+    def load(self, data: Any) -> None:
         """Load the state of another replica of this trainer, in a new process of a group that may
         have another size."""
         state, self.undefined = states.parse(data), True  # until all of it is loaded

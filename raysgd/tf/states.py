@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from raysgd.errors import CheckpointError
-from raysgd.storage import values
-from raysgd.tf.parts import assign
-from raysgd.tf.parts import values as values_of
+from raysgd.tf import archive
+from raysgd.tf.parts import assign, values
 from raysgd.training.position import check_counters
 
 FORMAT = "raysgd-tensorflow"
@@ -23,8 +22,8 @@ def gather(operator: Any, parts: Any) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,
-        "models": [values_of(model.weights) for model in parts.models],
-        "optimizers": [values_of(optimizer.variables) for optimizer in parts.optimizers],
+        "models": [values(model.weights) for model in parts.models],
+        "optimizers": [values(optimizer.variables) for optimizer in parts.optimizers],
         "operator": operator.state_dict(),
         "global_step": operator.global_step,
     }
@@ -84,13 +83,13 @@ def restore(operator: Any, parts: Any, state: dict[str, Any]) -> None:
 # -- bytes --------------------------------------------------------------------------------------------
 
 
-dump = values.dump
+dump = archive.dump
 
 
 def unchanging(state: dict[str, Any]) -> dict[str, Any]:
     """Return a gathered state with a copy of what the user's `state_dict` returned: only that can
     change."""
-    return {**state, **values.load(values.dump({"operator": state["operator"]}))}
+    return {**state, **archive.load(archive.dump({"operator": state["operator"]}))}
 
 
 @contextmanager
@@ -101,7 +100,7 @@ def packed(state: dict[str, Any]) -> Iterator[list[memoryview]]:
 def parse(data: Any) -> dict[str, Any]:
     """Read the state in these bytes. Raise CheckpointError if they are not one."""
     try:
-        state = values.load(data)
+        state = archive.load(data)
     except CheckpointError as error:
         raise CheckpointError(f"not a complete checkpoint of a TFTrainer: {error}") from error
     return shaped(state)

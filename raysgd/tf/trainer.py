@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.callback_list import check_callbacks, wanted_on_workers
-from raysgd.callbacks.monitors import Throughput, measures_in
 from raysgd.config import (
     ORPHAN_S,
     ElasticConfig,
@@ -136,7 +135,7 @@ class TFTrainer(TrainerBase):
         _check_elastic(elastic)
         self._fit, evaluate = (_arguments_for(operator_cls, shown, name) for name in (FIT, EVALUATE))
         self._validation_steps = evaluate.get("steps")
-        callbacks = check_callbacks(callbacks)
+        callbacks = _check_callbacks(callbacks)
         settings = ReplicaSettings(
             use_gpu=resources.gpus > 0,
             use_tqdm=use_tqdm or bool(verbose or self._fit.get("verbose")),
@@ -144,7 +143,6 @@ class TFTrainer(TrainerBase):
             threads=max(1, int(resources.cpus)) if remote else None,
             seed=seed,
             elastic=elastic,
-            measures=_measured_for(callbacks),
         )
         described = RunDescription(
             trainer="TFTrainer",
@@ -342,12 +340,9 @@ def _check_elastic(elastic: ElasticConfig) -> None:
         )
 
 
-def _measured_for(callbacks: Sequence[Callback]) -> frozenset[str]:
-    """Collect what the workers measure. Raise ConfigError for callbacks that need PyTorch there."""
-    wanted = wanted_on_workers(callbacks)
-    if any(each != Throughput.on_workers for each in wanted):
-        raise ConfigError(
-            "EMA, LearningRateMonitor, GradientNormMonitor and TorchProfilerCallback work with PyTorch only: pass "
-            "them to a TorchTrainer. Keras optimizers have use_ema=True"
-        )
-    return measures_in(wanted)
+def _check_callbacks(callbacks: Any) -> list[Callback]:
+    """Raise ConfigError for callbacks that need PyTorch on the workers."""
+    checked = check_callbacks(callbacks)
+    if wanted_on_workers(checked):
+        raise ConfigError("TorchProfilerCallback works with PyTorch only: pass it to a TorchTrainer")
+    return checked

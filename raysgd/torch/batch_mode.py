@@ -156,8 +156,8 @@ class KeepBatch(Policy):
         self._ranks_read.clear()
         if self._watches:
             self._schedules = [steps_of(each) for each in self._parts.schedulers]
-            count = self._parts.calls.control.collectives
-            self._own_calls = OwnCalls(count, self._parts.wrapped, sharded=self._parts.shards_made)
+            count = self._parts.control.collectives
+            self._own_calls = OwnCalls(count, self._parts.wrapped, sharded=self._parts.shards is not None)
 
     def cleared(self, step: Step) -> None:
         self._note(self._calls.cleared())
@@ -232,6 +232,8 @@ class KeepBatch(Policy):
             raise ConfigError(later(found, self._all_parts))
         else:
             self._refuse(found)
+            if self._parts.shards is not None:  # new processes, which know no more, would train the batch again
+                raise ConfigError(notice(found, self._all_parts))
             self.position.contract = tuple(found)
             self._say(found)
             raise TrainAgain(found.found)
@@ -267,7 +269,7 @@ class KeepBatch(Policy):
     def joined(self, rank_info: RankInfo) -> None:
         """Agree with the other ranks of a new generation."""
         if self._elastic.batch == "auto" and self.why is None and not rank_info.solo:
-            every = gathered_objects(self.position.contract, self._parts.calls.control)
+            every = gathered_objects(self.position.contract, self._parts.control)
             self.position.contract = max((each for each in every if each is not None), default=None)
 
     def loaded(self) -> None:

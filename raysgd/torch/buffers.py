@@ -133,7 +133,7 @@ class KeepBuffers(Policy):
         every = self._all()
         own = self._found() if self._places is None else self._with_changed(self._places)
         names = [every[each] for each in own if each in every and not isinstance(each[0], nn.SyncBatchNorm)]
-        answers = gathered_objects((names, len(own) < len(every)), self._parts.calls.control)
+        answers = gathered_objects((names, len(own) < len(every)), self._parts.control)
         self._others = any(others for _, others in answers)
         wanted = {name for names, _ in answers for name in names}
         wanted -= self._parts.own_buffers()
@@ -144,7 +144,7 @@ class KeepBuffers(Policy):
             found = ((every[place], _held(place)) for place in shared)
             held = {name: each for name, each in found if each is not None}
             with unnoticed(held.values()):
-                broadcast(held, self._parts.calls.control)
+                broadcast(held, self._parts.control)
         return shared
 
     def _send_together(self, held: list[torch.Tensor]) -> None:

@@ -16,7 +16,7 @@ import logging
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -199,15 +199,15 @@ def groups() -> list[Any]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
-def collective_counters(others: Collection[str] = ()) -> list[Callable[[], int]]:
-    """Return functions that return the number of collective calls so far, of the default group and
-    of the `others`, by their descriptions, which torch counts in the same way on every rank. They
-    raise a RuntimeError if the backend does not count."""
+def collective_counter() -> Callable[[], int] | None:
+    """Return a function that returns the number of collective calls of the default group so far,
+    which torch counts in the same way on every rank. It raises a RuntimeError if the backend does
+    not count."""
     if not dist.is_initialized():
-        return []
-    default = dist.distributed_c10d._get_default_group()
-    counted = [default, *(each for each in groups() if each.group_desc in others)]
-    return [each._get_sequence_number_for_group for each in counted]
+        return None
+    group: Any = dist.distributed_c10d._get_default_group()
+    counter: Callable[[], int] = group._get_sequence_number_for_group
+    return counter
 
 
 # -- models, gradients and schedulers -----------------------------------------------------------------
@@ -274,51 +274,6 @@ def full_parameters(modules: Sequence[Any]) -> list[torch.Tensor]:
 def _parameter_groups(state: Any) -> list[Any]:
     several = getattr(state, "_fsdp_param_groups", None)  # older torch has one at most
     return [each for each in ([state._fsdp_param_group] if several is None else several) if each is not None]
-
-
-def reset_iteration(model: Any) -> None:
-    """Let an FSDP model forget an iteration that has failed, if it has had one."""
-    if hasattr(model, "reset_iter_state") and model._get_fsdp_state()._is_root is not None:
-        model.reset_iter_state()
-
-
-def forget_meshes() -> None:
-    """Let operations on sharded tensors use the process groups of this generation: torch remembers
-    the results of earlier ones, with their meshes, and takes a mesh of the same shape for the same
-    one."""
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _clear_sharding_prop_cache()
-
-
-def remove_sharding(model: nn.Module) -> None:
-    """Undo `fully_shard`, but for the parameters: remove hooks, states and classes."""
-    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-    from torch.distributed._composable_state import _module_state_mapping
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
-            vars(module).pop(mark, None)
-        if not isinstance(module, FSDPModule):
-            continue
-        state = module._get_fsdp_state()
-        for group in _parameter_groups(state):
-            saves, loads = (
-                group._module_to_pre_save_state_dict_hook_handle,
-                group._module_to_pre_load_state_dict_hook_handle,
-            )
-            own = [each._post_load_hook_handle for each in group.fsdp_params]
-            for handle in [*saves.values(), *loads.values(), *own]:
-                handle.remove()
-        state._pre_forward_hook_handle.remove()
-        state._post_forward_hook_handle.remove()
-        states = vars(module)[STATE_KEY]
-        for function in [each for each, of in states.items() if of is state]:
-            del states[function]
-            vars(module)[REGISTRY_KEY].pop(function.__name__)
-        _module_state_mapping.pop(module, None)
-        module.__class__ = type(module).__mro__[2]  # before it are FSDP's class for this one, and FSDPModule
 
 
 def loads_by_copying(model: nn.Module) -> bool:
@@ -429,24 +384,6 @@ def unnoticed(tensors: Iterable[torch.Tensor]) -> contextlib.AbstractContextMana
     """A context in which backward passes do not notice that these tensors change, as DDP sends
     buffers."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def without_step_pre_hooks(optimizer: Any) -> Iterator[None]:
-    """A context in which an optimizer steps without the hooks before a step."""
-    hooks = optimizer._optimizer_step_pre_hooks
-    optimizer._optimizer_step_pre_hooks = type(hooks)()
-    try:
-        yield
-    finally:
-        optimizer._optimizer_step_pre_hooks = hooks
-
-
-def was_skipped(optimizer: Any) -> bool:
-    """Whether a fused optimizer has skipped its step inside its kernel, because of fp16's infinite
-    gradients. (A GradScaler does not call others then.)"""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)
 
 
 def measure_communication(wrapper: Any) -> None:

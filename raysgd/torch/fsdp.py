@@ -10,23 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysgd.core.shard_copies import layout
 from raysgd.core.tree import mapped
 from raysgd.errors import ConfigError
 from raysgd.torch.foreign import (
     accumulated_gradients,
-    forget_meshes,
     full_parameters,
-    groups,
-    remove_sharding,
-    reset_iteration,
     resharding,
     with_module_versions,
 )
 
 ShardModel = Callable[[nn.Module, Any], None]  # shards a model in place, over a device mesh
-DIVIDED = ("models", "optimizers", "averages")  # the parts of a state that have shards
-MESH = ("replicate", "shard")  # the dimensions of a mesh with copies; `TorchBackend` makes a process group for each
+DIVIDED = ("models", "optimizers")  # the parts of a state that have shards
 
 
 class Shards:
@@ -34,91 +28,28 @@ class Shards:
     parameters are sharded in place, and replaced in the optimizers' lists."""
 
     def __init__(
-        self,
-        models: list[nn.Module],
-        optimizers: list[Any],
-        shard_model: ShardModel,
-        device: torch.device,
-        *,
-        replicas: int,
+        self, models: list[nn.Module], optimizers: list[Any], shard_model: ShardModel, device: torch.device
     ) -> None:
-        self._models, self._optimizers, self._shard_model, self.device = models, optimizers, shard_model, device
-        self._replicas = replicas
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self._models = models
         self._metadata_only: list[nn.Module] = []
         self._resharding: list[tuple[Any, str, Any]] = []  # before a validation
-
-    @property
-    def made(self) -> bool:
-        """Whether models are sharded: not before the first generation with others."""
-        return bool(self._metadata_only)
-
-    def joined(self) -> None:
-        """Shard the models for the first generation; `Resharding` does it for later ones."""
-        if not self.made:
-            self._shard()
-
-    def mesh(self) -> Any:
-        """Make the device mesh of this generation: rank r holds shard r % shards."""
-        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-        copies, count = layout(dist.get_world_size(), self._replicas)
-        if copies == 1:
-            return init_device_mesh(self.device.type, (count,))
-        found = {group.group_desc: group for group in groups()}
-        ranks = torch.arange(copies * count).view(copies, count)
-        return DeviceMesh.from_group([found[name] for name in MESH], self.device.type, mesh=ranks, mesh_dim_names=MESH)
-
-    def _shard(self) -> None:
-        mesh = self.mesh()
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         replaced: dict[int, nn.Parameter] = {}
-        for model in self._models:
+        for model in models:
             for tensor in model.state_dict().values():
                 if isinstance(tensor, torch.Tensor):
                     dist.broadcast(tensor, src=0)  # so that the shards are those of one model
             self._metadata_only.append(_without_memory(model))
             before = dict(model.named_parameters(remove_duplicate=False))
-            self._shard_model(model, mesh)
+            shard_model(model, mesh)
             after = dict(model.named_parameters(remove_duplicate=False))
             _check_mesh(after, mesh)
             replaced |= {id(old): after[name] for name, old in before.items()}
-        for optimizer in self._optimizers:
+        for optimizer in optimizers:
             _replace_parameters(optimizer, replaced)
         self.full_parameters()  # here, because only some ranks may have gradients to weigh in the first batch
-
-    def rest(self) -> None:
-        """Let the models hold their shards only, also after a batch that an error has ended."""
-        for model in self._models:
-            reset_iteration(model)
-        for module in self._modules():
-            module.reshard()
-
-    def shard_again(self, mesh: Any, models: list[dict[str, Any]] | None, states: list[dict[int, Any]]) -> None:
-        """Shard the models for another generation. `models` has each model's new shards, by the
-        names of parameters; None leaves them empty. `states` are the optimizers' states, by the
-        numbers of parameters."""
-        forget_meshes()
-        replaced: dict[int, nn.Parameter] = {}
-        if not self.made:
-            self._metadata_only = [_without_memory(model) for model in self._models]
-        for model, values in zip(self._models, models or [{} for _ in self._models], strict=True):
-            remove_sharding(model)
-            before = dict(model.named_parameters(remove_duplicate=False))
-            emptied: dict[int, nn.Parameter] = {}
-            for name, each in before.items():
-                if models is None or hasattr(values.get(name), "full_tensor"):
-                    _set(model, name, emptied.setdefault(id(each), _meta(each)))
-            self._shard_model(model, mesh)
-            _check_mesh(dict(model.named_parameters()), mesh)
-            _fill(model, values, self.device)
-            after = dict(model.named_parameters(remove_duplicate=False))
-            replaced |= {id(old): after[name] for name, old in before.items()}
-        for optimizer, state in zip(self._optimizers, states, strict=True):
-            optimizer.state.clear()
-            _replace_parameters(optimizer, replaced)
-            parameters = [each for group in optimizer.param_groups for each in group["params"]]
-            for number, values in state.items():  # other keys are the optimizer's own
-                optimizer.state[parameters[number] if isinstance(number, int) else number] = values
-        self.full_parameters()
 
     def full_models(self, states: list[dict[str, Any]]) -> list[nn.Module]:
         """Make bare models with these gathered states."""
@@ -234,33 +165,6 @@ def _check_mesh(parameters: dict[str, nn.Parameter], mesh: Any) -> None:
                 f"_configure_fsdp has sharded {name} over {each.device_mesh}, and not over the mesh that it was given, {mesh}: pass "
                 "this one to fully_shard(..., mesh=mesh)"
             )
-
-
-def _meta(parameter: nn.Parameter) -> nn.Parameter:
-    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
-
-
-def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    path, _, own = name.rpartition(".")
-    setattr(model.get_submodule(path), own, parameter)
-
-
-def _fill(model: nn.Module, values: dict[str, Any], device: torch.device) -> None:
-    """Give the parameters without memory these values, or memory with any content."""
-    filled: dict[int, nn.Parameter] = {}
-    for name, each in list(model.named_parameters(remove_duplicate=False)):
-        if not each.is_meta:
-            continue
-        value = values.get(name)
-        if value is None:
-            value = torch.empty_like(each, device=device)
-        elif value.placements != each.placements:  # type: ignore[attr-defined]
-            raise ConfigError(
-                f"_configure_fsdp divides {name} in another way than before the workers changed: {each.placements} instead of "  # type: ignore[attr-defined]
-                f"{value.placements}. Let it divide each parameter along the same dimension for any number of workers"
-            )
-        _set(model, name, filled.setdefault(id(each), nn.Parameter(value, requires_grad=each.requires_grad)))
 
 
 def _without_memory(model: nn.Module) -> nn.Module:

@@ -5,19 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
+import torch
+
 from raysgd.torch.foreign import nested_schedulers
-from raysgd.torch.rank_comparison import plain
 from raysgd.training.internals import Internals, internals_of
 
 IGNORED = (
-    "the loaded state has different settings of optimizers or schedulers than this script: %s. Training continues with the loaded ones. "
+    "the loaded state has different settings of optimizers than this script: %s. Training continues with the loaded ones. "
     "To use those of this script, change them with trainer.apply_all_operators(...), or start a new run"
 )
-# Rates that follow from the initial one, and what a load leaves as it is here.
-LEFT_OUT = ("params", "lr", "base_lrs", "_last_lr", "capturable")
+LEFT_OUT = ("params", "lr", "capturable")  # the rate is the initial one; a load does not set the last
 LISTED = 5
+MOST_ENTRIES = 64  # of a setting that is a list
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Option:
 
 
 def made_with(parts: Any) -> dict[str, Any]:
-    """Collect the settings that `setup` gave the optimizers and schedulers, as JSON has them."""
+    """Collect the settings that `setup` gave the optimizers, as JSON has them."""
     found: dict[str, Any] = {}
     for number, optimizer in enumerate(parts.optimizers):
         groups = getattr(optimizer, "param_groups", ())
@@ -38,15 +40,26 @@ def made_with(parts: Any) -> dict[str, Any]:
             of = f"group {place} of " * (len(groups) > 1) + f"optimizers[{number}] ({type(optimizer).__name__})"
             found |= {f"{name} of {of}": value for name, value in group.items() if name not in LEFT_OUT}
             found[f"lr of {of}"] = found.pop(f"initial_lr of {of}", group.get("lr"))
-    for number, scheduler in enumerate(with_nested(parts.schedulers)):
-        of, own = f"schedulers[{number}] ({type(scheduler).__name__})", getattr(scheduler, "__dict__", {})
-        found |= {f"{name} of {of}": value for name, value in own.items() if name not in LEFT_OUT}
     return {name: value for name, each in found.items() if (value := plain(each)) is not None}
 
 
+def plain(value: Any) -> Any:
+    """A setting as JSON has it; None for objects, whose text differs between processes."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.numel() == 1 else None
+    if value is None or isinstance(value, (bool, str)):
+        return "None" if value is None else value
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, (list, tuple)):
+        every = [plain(each) for each in value]
+        return None if None in every or len(every) > MOST_ENTRIES else every
+    return None
+
+
 def warn_of_ignored(internals: Internals, here: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Warn if the script that made a loaded state has given its optimizers and schedulers other
-    settings than this one."""
+    """Warn if the script that made a loaded state has given its optimizers other settings than this
+    one."""
     differ = [name for name, value in here.items() if name in loaded and loaded[name] != value]
     if differ:
         more = [f"and {len(differ) - LISTED} more"] if len(differ) > LISTED else []

@@ -9,7 +9,6 @@ from raysgd.core.ranks import RankInfo
 from raysgd.torch.batch_mode import KeepBatch
 from raysgd.torch.buffers import KeepBuffers
 from raysgd.torch.dealing import Dealer
-from raysgd.torch.monitor import Monitor
 from raysgd.torch.part_states import PartStates
 from raysgd.torch.parts import Parts
 from raysgd.torch.profiling import Profiler
@@ -25,7 +24,6 @@ class TorchInternals(Internals):
 
     settings: TorchSettings
     parts: Parts
-    monitor: Monitor
     weigh: Weigh
     leave_out: LeaveOut
     part_states: PartStates

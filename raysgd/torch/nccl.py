@@ -40,12 +40,6 @@ VARIABLES = {
 
 def set_variables() -> None:
     """Set how torch treats failures of NCCL. It reads this when it makes the first group."""
-    changed = {name: os.environ[name] for name, value in VARIABLES.items() if os.environ.get(name, value) != value}
-    if changed:
-        logger.warning(
-            "%s in the environment of a worker is overridden, because raysgd itself handles failures of NCCL",
-            ", ".join(f"{name}={value}" for name, value in changed.items()),
-        )
     os.environ.update(VARIABLES)
 
 

@@ -24,7 +24,6 @@ from raysgd.errors import ConfigError, MissingPartError, shown, suggesting
 from raysgd.ray_data.columns import RayData
 from raysgd.torch import wrapping
 from raysgd.torch.accuracy import accuracy
-from raysgd.torch.averages import Averages
 from raysgd.torch.batch_mode import MAKES_STEPS, RESIZES, STATIC_GRAPH, KeepBatch
 from raysgd.torch.buffers import KeepBuffers
 from raysgd.torch.data.sampling import batches_per_epoch
@@ -33,7 +32,6 @@ from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.hyperparameters import with_nested
 from raysgd.torch.internals import TorchInternals
 from raysgd.torch.meters import DeviceMeters
-from raysgd.torch.monitor import Communication, GradientNorm, Monitor
 from raysgd.torch.moved_weights import KeepWeights
 from raysgd.torch.part_states import PartStates
 from raysgd.torch.parts import Parts, check_parts, move, refuse_wrapped, set_modes, strays
@@ -126,22 +124,19 @@ class TrainingOperator(Scheduling):
         parts = Parts(
             options=settings.options,
             exchange=settings.exchange(),
-            averages=Averages(settings.ema_decay),
             precision=make_precision(settings.options.precision or "fp32", self._device),
         )
         make_meter = AverageMeterCollection if self._device.type == "cpu" else DeviceMeters
         internals = TorchInternals(settings, rank_info, parts, make_meter=make_meter)
         super().__init__(config, internals)
-        internals.monitor = Monitor(settings.measures, parts)
-        sharded = settings.options.parallel == "fsdp"
-        self._whole = WholeGradients(parts, sharded=sharded) if settings.asynchronous else None
+        self._whole = WholeGradients(parts) if settings.asynchronous else None
         internals.profiler = None if settings.profiler is None else Profiler(settings.profiler)
         internals.weigh = self._make_weigh(settings)
         own: Any = type(self).metrics  # which can be an attribute of older code, and not the hook
         self._metrics_hook = own if callable(own) else TrainingOperator.metrics
         self._has_metrics = self._metrics_hook is not TrainingOperator.metrics
         internals.leave_out = self._make_leave_out(settings)
-        internals.part_states = PartStates(type(self), parts, self._device)
+        internals.part_states = PartStates(type(self), parts, self._device, always=settings.is_sharded)
         internals.buffers = KeepBuffers(parts)
         internals.gives_batches = self._has_own_steps or bool(self._overrides(*GET_BATCHES))
         internals.keep_batch = self._make_keep_batch(settings)
@@ -170,7 +165,8 @@ class TrainingOperator(Scheduling):
         against = "gradients='ranks'" if averages_gradients else "parallel=None on several workers"
         refused = against if settings.adds_parts and not exact else ""
         # Where training a batch again would repeat more than a default method does.
-        travel = settings.options.accumulate > 1 or bool(self._overrides("train_epoch", "train_batch", "backward"))
+        travel = settings.is_sharded or settings.options.accumulate > 1
+        travel = travel or bool(self._overrides("train_epoch", "train_batch", "backward"))
         return Weigh(
             self._parts, lambda: self._internals.rank_info.world_size, exact=exact, refused=refused, travel=travel
         )
@@ -185,14 +181,14 @@ class TrainingOperator(Scheduling):
     def _make_policies(self, settings: TorchSettings) -> list[Policy]:
         """Make what takes part in steps, in the order in which it acts."""
         parts, internals = self._parts, self._internals
-        options, measures = settings.options, settings.measures
+        options = settings.options
         accumulates, clips = options.accumulate > 1, options.clip_norm is not None or options.clip_value is not None
         exact, in_parts = self._exact, settings.adds_parts and settings.elastic.batch == "auto"
         own = self._overrides("train_epoch", "train_batch", "backward", "step", "on_step")
         moves, on_cpu = bool(self._overrides("train_epoch", "train_batch")), self.device.type == "cpu"
         # Whether code besides an optimizer may set its rate.
         sets = bool(own or self._overrides("zero_grad") or self._has_metrics or parts.schedulers)
-        alone = accumulates or own or "seconds" in measures or not options.read_ahead
+        alone = accumulates or own or not options.read_ahead
         wanted: list[tuple[bool, Any]] = [
             (not on_cpu and not alone, ReadAfterLaunch(parts, self.timers)),
             (settings.adds_parts, internals.buffers),  # whose sending the next one looks at
@@ -204,8 +200,6 @@ class TrainingOperator(Scheduling):
             (exact or accumulates, internals.weigh),
             ("train" in parts.metrics, KeepMetrics(parts)),
             (internals.leave_out.on, internals.leave_out),
-            ("grad_norm" in measures, GradientNorm(internals.monitor)),
-            ("seconds" in measures, Communication(internals.monitor)),
             (accumulates, Accumulate(parts, internals.weigh, exact=exact, warn=internals.warn_once)),
             (accumulates or in_parts, Hold(parts)),
             (clips, Clip(parts)),
@@ -444,8 +438,6 @@ class TrainingOperator(Scheduling):
             self._whole.require_hooks(parts.optimizers)
         if self._settings.adds_parts or not self._has_own_steps:
             self._watch_steps(parts.optimizers)  # before others, which change gradients
-        parts.averages.watch(parts.models, parts.optimizers, precision=parts.options.precision)
-        self._internals.monitor.watch(clips_itself=self._has_own_steps)
 
     def _warn_of_parts(self, *parts: Any) -> None:
         if self._parts.registered:
@@ -543,16 +535,12 @@ class TrainingOperator(Scheduling):
         if not self._is_distributed:
             return
         if options.parallel == "fsdp":
-            parts.shards = Shards(
-                parts.models, parts.optimizers, self._configure_fsdp, self.device, replicas=options.replicas
-            )
-            if not self._internals.rank_info.solo:  # a replacement worker is sharded when it joins the others
-                parts.shards.joined()
+            parts.shards = Shards(parts.models, parts.optimizers, self._configure_fsdp, self.device)
         elif self._settings.wrap_ddp:
             parts.ddp_args = wrapping.ddp_arguments(options, ddp_args, self.device_ids)
             parts.keep_parameters()
             parts.wrapped = self._configure_ddp(parts.models, self.device_ids, ddp_args)
-            wrapping.adapt(parts.wrapped, parts.ddp_args, options, parts.calls)
+            wrapping.adapt(parts.wrapped, parts.ddp_args, options)
             if self.device.type != "cpu" and options.accumulate == 1:
                 self._internals.pace.newest = parts.newest_wait_s
         parts.exchange.prepare(parts.models, parts.optimizers)
@@ -561,8 +549,7 @@ class TrainingOperator(Scheduling):
 
     def _configure_fsdp(self, model: nn.Module, mesh: Any) -> None:
         """Shard one model in place over the mesh, with `torch.distributed.fsdp.fully_shard`.
-        Override it to shard in another way. It is called again whenever the workers change, and
-        must divide each parameter along the same dimension each time."""
+        Override it to shard in another way."""
         shard_layers(model, mesh)
 
     def _configure_ddp(

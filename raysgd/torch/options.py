@@ -35,10 +35,6 @@ SUPPLIED = {"self", "module", "device_ids", "process_group"}
 POWERSGD, NO_DDP = ("powersgd", "batched_powersgd"), ("fsdp", None)
 EXCLUDED: Exclusions = (
     (
-        {"replicas": (1).__lt__, "parallel": ("auto", "ddp", None)},
-        "replicas are copies of shards: pass parallel='fsdp'",
-    ),
-    (
         {"precision": ("apex",), "compile": bool},
         "Apex replaces functions that the compiler needs to read: use 'fp16' or 'bf16'",
     ),
@@ -124,7 +120,6 @@ class TrainingOptions:
         precision       "fp32", "fp16", "bf16" or "apex"; None (the default): what the trainer's `use_fp16` says, or "fp32"
         parallel        "ddp": every worker holds the model; "fsdp": each holds a part of it; None: models are not
                         wrapped, and you average the gradients; "auto" (the default): "ddp", or None with `wrap_ddp=False`
-        replicas        with "fsdp": on how many workers each shard is; `num_workers` must be a multiple of it
         accumulate      batches per optimizer step; self.backward(loss) gets the loss of each batch, not divided
         gradients       "samples": a step's gradient is the mean over its samples, also if the ranks have different numbers of
                         them; "ranks": it is the mean over the ranks of their means, as DistributedDataParallel computes it
@@ -146,7 +141,6 @@ class TrainingOptions:
 
     precision: PrecisionName | None = None
     parallel: ParallelName | None = "auto"
-    replicas: int = 1
     accumulate: int = 1
     gradients: GradientsName = "samples"
     clip_norm: float | None = None
@@ -165,7 +159,6 @@ class TrainingOptions:
         one_of("gradients", self.gradients, *get_args(GradientsName))
         one_of("on_nonfinite", self.on_nonfinite, *get_args(NonFiniteName), None)
         at_least("accumulate", self.accumulate, 1, whole=True)
-        at_least("replicas", self.replicas, 1, whole=True)
         for name, value in {"clip_norm": self.clip_norm, "clip_value": self.clip_value}.items():
             if value is not None and not (is_real(value) and value > 0):
                 raise ConfigError(f"{name} must be a number above 0, or None for no clipping, got {value!r}")
@@ -206,15 +199,12 @@ class TrainingOptions:
             refuse(EXCLUDED_WITH_SEVERAL_WORKERS, given)
         if self.parallel is None and num_workers > 1:
             refuse_comparison(elastic, "with parallel=None raysgd does not know whether they should be equal")
+        if self.parallel == "fsdp" and num_workers > 1:
+            refuse_comparison(elastic, "with parallel='fsdp' no two ranks have the same ones")
         if self.parallel == "fsdp" and num_workers > 1 and elastic.snapshot_every not in ("epoch", None):
             raise ConfigError(
                 f"snapshot_every={elastic.snapshot_every!r} has no effect with parallel='fsdp', because no process has the full state of "
                 "the model: leave it out, and pass checkpoints=AutoCheckpoint(..., every=...)"
-            )
-        if num_workers % self.replicas:
-            raise ConfigError(
-                f"replicas={self.replicas} needs a number of workers that is a multiple of it, got num_workers={num_workers}: each of the "
-                "copies of the model is divided among equally many workers"
             )
 
     @staticmethod

@@ -42,12 +42,13 @@ class PartStates(Policy):
     where all ranks are together: at the end of a call or at a planned stop, before a snapshot, and
     when a process group has formed. So between two calls, each rank has all. For that, all ranks
     must know whether dicts are used. Mostly, methods of the operator's class `kind` show it;
-    otherwise the ranks agree again after the first use.
+    otherwise the ranks agree again after the first use, or share them `always`, where new processes
+    would repeat that step, which know no more.
     """
 
-    def __init__(self, kind: type, parts: Parts, device: torch.device) -> None:
+    def __init__(self, kind: type, parts: Parts, device: torch.device, *, always: bool) -> None:
         self._parts, self._device = parts, device
-        self._used = self._shown = _shows_use(kind)  # on all ranks
+        self._used = self._shown = always or _shows_use(kind)  # on all ranks
         self._alone = False
         self._held: dict[int, dict[str, Any]] = {}
         self._running: dict[tuple[int, bool], dict[str, Any]] = {}  # copies, by part and whether its samples count
@@ -106,13 +107,13 @@ class PartStates(Policy):
     def joined(self) -> None:
         """Give all ranks of a new generation the dicts that there are."""
         self._undone = 0, {}
-        found = gathered_objects((self._used, mapped(_copied, self._held)), self._parts.calls.control)
+        found = gathered_objects((self._used, mapped(_copied, self._held)), self._parts.control)
         self._used = any(used for used, _ in found)
         self._held = {part: each for _, held in found for part, each in held.items()} | self._held
 
     def agreed(self, due: bool, *, first: bool) -> bool:
         """Whether a snapshot is due on the `first` rank, if all ranks take part in it."""
-        return summed([due and first], self._device, self._parts.calls.control)[0] > 0 if self._used else due
+        return summed([due and first], self._device, self._parts.control)[0] > 0 if self._used else due
 
     def state(self) -> dict[str, Any]:
         """The entry of states, if there is one."""

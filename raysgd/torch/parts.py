@@ -19,12 +19,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from raysgd.core.control import Control
 from raysgd.errors import ConfigError, shown
 from raysgd.torch import wrapping
-from raysgd.torch.averages import Averages
 from raysgd.torch.foreign import exposed_communication_s, measure_communication, multiply_all, unnoticed
 from raysgd.torch.fsdp import Shards
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.precision import Precision
-from raysgd.torch.wrapping import Exchange, ModelCalls
+from raysgd.torch.wrapping import Exchange
 from raysgd.training.operator_base import RegisteredParts
 
 LARGE = 1 << 20  # bytes of a buffer that is sent by itself, so that not all need memory a second time
@@ -72,8 +71,7 @@ class Parts(RegisteredParts):
     options: TrainingOptions = field(default_factory=TrainingOptions)
     shards: Shards | None = None
     exchange: Exchange = field(default_factory=Exchange)
-    calls: ModelCalls = field(default_factory=ModelCalls)
-    averages: Averages = field(default_factory=Averages)
+    control: Control = field(default_factory=Control)
     precision: Precision = field(default_factory=Precision)
     modes: dict[nn.Module, bool] = field(default_factory=dict)  # whether each is in train mode, at the end of `setup`
 
@@ -83,10 +81,6 @@ class Parts(RegisteredParts):
         if isinstance(value, (nn.Module, Optimizer, str, bytes, dict)) or hasattr(value, "step"):
             return True
         return not isinstance(value, Iterable)
-
-    @property
-    def shards_made(self) -> bool:
-        return self.shards is not None and self.shards.made
 
     def stepped_by(self, *optimizers: Any) -> list[torch.Tensor]:
         """The tensors that the steps of these optimizers change: the parameters, or with Apex,
@@ -106,9 +100,7 @@ class Parts(RegisteredParts):
         """Reset what wraps the models, because a new generation is up."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        if self.shards is not None:
-            self.shards.joined()
-        wrapping.rewrap(self.wrapped, self.trained, self.ddp_args, self.options, self.calls)
+        wrapping.rewrap(self.wrapped, self.trained, self.ddp_args, self.options)
         self.exchange.joined()
 
     def keep_parameters(self) -> None:
@@ -187,11 +179,10 @@ class Parts(RegisteredParts):
 
     @contextmanager
     def validating(self, ranks: int) -> Iterator[None]:
-        """A context in which all ranks have the same models, in eval mode: the averaged weights, if
-        there are any, and the buffers of rank 0, whose models are saved. They all begin it
-        together. In it no rank waits for another one, because they validate different numbers of
-        batches."""
-        with self._buffers_of_rank_0(ranks), self.averages.in_place(), self._quiet():
+        """A context in which all ranks have the same models, in eval mode, with the buffers of rank
+        0, whose models are saved. They all begin it together. In it no rank waits for another one,
+        because they validate different numbers of batches."""
+        with self._buffers_of_rank_0(ranks), self._quiet():
             before = self._modes_now()
             for model in self.wrapped:
                 model.eval()
@@ -227,7 +218,7 @@ class Parts(RegisteredParts):
             return
         own = [] if self.shares_buffers else [*shared.values()]
         kept = [each.clone() for each in own]
-        broadcast(shared, self.calls.control)
+        broadcast(shared, self.control)
         try:
             yield
         finally:

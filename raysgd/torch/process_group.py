@@ -16,18 +16,16 @@ import torch.distributed as dist
 
 from raysgd.core.network import LOOPBACK, allow_connections
 from raysgd.core.ranks import RankInfo
-from raysgd.core.shard_copies import layout
 from raysgd.environment import NCCL_ANYWHERE, flag_from_environment
 from raysgd.errors import ConfigError, causes_of
 from raysgd.torch import nccl
 from raysgd.torch.foreign import (
     calls_made,
-    collective_counters,
+    collective_counter,
     forget_groups,
     groups,
     set_collective_limit,
 )
-from raysgd.torch.fsdp import MESH
 from raysgd.torch.interfaces import choose_interface
 from raysgd.torch.sockets import Connections, GlooConnections
 from raysgd.torch.store import addresses_of, connect, exchange_addresses, open_store, wait_for_all, without_secret
@@ -66,7 +64,6 @@ class TorchBackend:
     is bound. On a worker, owns the membership of the default process group, and knows its sockets,
     and whether it was aborted."""
 
-    in_place = True
     needs_offers = False
 
     def __init__(
@@ -76,16 +73,16 @@ class TorchBackend:
         host: str = "127.0.0.1",
         join_s: float = 60.0,
         collective_s: float = 540.0,
-        replicas: int = 1,
+        in_place: bool = True,
     ) -> None:
-        self.name, self._replicas = name, replicas
+        self.name, self.in_place = name, in_place
         self._host, self._join_s, self._collective_s = host, join_s, collective_s
         self._store: Any = None
         self._store_before: Any = None
         self._groups: list[Any] = []
         self._groups_before: list[Any] = []
-        self._counters: list[Callable[[], int]] = []
-        self._counted: Any = None  # the default group whose counters these are
+        self._counter: Callable[[], int] | None = None
+        self._counted: Any = None  # the default group whose counter this is
         self._connections = Connections(listening=True)
         self._gloo = GlooConnections()
         self._rank_info = RankInfo(solo=True)
@@ -93,8 +90,9 @@ class TorchBackend:
         self._whole_after = -1  # how many calls had been made when what had arrived was whole
 
     def __getstate__(self) -> dict[str, Any]:
-        own = dict.fromkeys(("_store", "_store_before", "_counted"))  # these, and the others, cannot be pickled
-        return {**vars(self), **own, "_groups": [], "_groups_before": [], "_counters": []}
+        # These, and the others, cannot be pickled.
+        own = dict.fromkeys(("_store", "_store_before", "_counter", "_counted"))
+        return {**vars(self), **own, "_groups": [], "_groups_before": []}
 
     # -- driver ---------------------------------------------------------------------------------------
 
@@ -136,7 +134,7 @@ class TorchBackend:
             self._gloo.add_store(addresses_of(settings))
         form_s = min(FORM_S + rank_info.world_size / RANKS_PER_S, self._collective_s) if gloo else self._collective_s
         if gloo and not rank_info.solo:
-            # To each peer, also in one more group of the user, and for shards.
+            # To each peer, also in one more group of the user.
             allow_connections(rank_info.world_size, each=8)
         if not rank_info.solo:
             choose_interface(rank_info, settings["host"])
@@ -151,14 +149,11 @@ class TorchBackend:
             nccl.form(**given)
             self._check_not_aborted()  # an abort that has found no group is noted by now
             nccl.use()
-            self._form_mesh(rank_info.world_size)
-            self._check_not_aborted()
-        self._counters, self._counted = collective_counters(MESH), dist.group.WORLD
+        self._counter, self._counted = collective_counter(), dist.group.WORLD
 
     def _form_gloo(self, rank_info: RankInfo, given: dict[str, Any]) -> None:
         with self._gloo.forming():
             dist.init_process_group("gloo", **given)
-            self._form_mesh(rank_info.world_size)
         self._gloo.add_remote(exchange_addresses(given["store"], rank_info, self._gloo.own, limit_s=self._join_s))
         # The first collective uses each connection, so that a failure of one is a failure to join: a stranger can have taken a
         # peer's place, and a call that comes later would wait for it until a longer limit.
@@ -166,25 +161,11 @@ class TorchBackend:
         self._gloo.hold()
         set_collective_limit(self._collective_s)
 
-    def _form_mesh(self, ranks: int) -> None:
-        """Form the groups of a mesh of shards, if there are copies of them: of the ranks with the
-        same shard, and of those that have a complete model together. All ranks call this."""
-        copies, count = layout(ranks, self._replicas)
-        if copies == 1:
-            return
-        members = {
-            MESH[0]: [list(range(index, ranks, count)) for index in range(count)],
-            MESH[1]: [list(range(first, first + count)) for first in range(0, ranks, count)],
-        }
-        for name, each in members.items():
-            for group in each:
-                dist.new_group(group, timeout=datetime.timedelta(seconds=self._collective_s), group_desc=name)
-
     def _connect(self, settings: dict[str, Any]) -> Any:
         return connect(settings, limit_s=self._join_s)
 
     def leave(self) -> None:
-        self._counters, self._counted = [], None
+        self._counter = self._counted = None
         self._keep_groups()
         if self._groups:
             self._groups_before, self._groups = self._groups, []
@@ -245,14 +226,11 @@ class TorchBackend:
 
     def collectives(self) -> int:
         if dist.group.WORLD is not self._counted:  # a user's function has formed the group again
-            self._counters, self._counted = collective_counters(MESH), dist.group.WORLD
-        total = 0 if self._counters else -1
+            self._counter, self._counted = collective_counter(), dist.group.WORLD
         try:
-            for read in self._counters:  # once for each batch, so without another function
-                total += read()
+            return -1 if self._counter is None else self._counter()
         except RuntimeError:
             return -1
-        return total
 
     def is_interruption(self, error: BaseException) -> bool:
         """Whether a peer or the network failed, by the error's type or, for gloo, its text. An

@@ -9,7 +9,7 @@ from raysgd.torch.data.rows import LoaderRows
 from raysgd.torch.data.sampling import is_planned
 from raysgd.torch.internals import TorchInternals
 from raysgd.training.operator_base import each_loader
-from raysgd.training.phases import Phase, phases_of
+from raysgd.training.phases import Phase
 
 
 class RegisteredRows:
@@ -23,9 +23,6 @@ class RegisteredRows:
         """The registered data, or each of several loaders, by what errors call it."""
         name = self._data_names[phase]
         return dict(each_loader(name, getattr(self._internals.parts, name)))
-
-    def phases(self, kind: Phase) -> list[str]:
-        return phases_of(kind, getattr(self._internals.parts, self._data_names[kind]))
 
     def known(self, *phases: Phase) -> dict[str, LoaderRows]:
         """What is known of the rows of the registered data, by its name, if raysgd divides it by

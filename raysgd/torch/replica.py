@@ -11,7 +11,6 @@ import torch
 
 from raysgd.core.batch_mode import PER_WORKER
 from raysgd.core.control import Control
-from raysgd.core.rank_comparison import Summary
 from raysgd.core.ranks import RankInfo
 from raysgd.core.rows import OTHER
 from raysgd.errors import CheckpointError, ConfigError
@@ -27,9 +26,7 @@ from raysgd.torch.fsdp import DIVIDED, gathered
 from raysgd.torch.hyperparameters import made_with, warn_of_ignored
 from raysgd.torch.internals import TorchInternals
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.rank_comparison import summary_of
 from raysgd.torch.registered_rows import RegisteredRows
-from raysgd.torch.resharding import Resharding
 from raysgd.torch.results import TorchResults
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.skipped_steps import gathered_objects
@@ -84,7 +81,7 @@ class TorchReplica(ReplicaBase):
             reuse=not internals.gives_batches,
         )
         self._memory = HostMemory(operator.device)
-        internals.parts.calls.control, control.called = control, internals.parts.calls.newest
+        internals.parts.control = control
         self.position.made_for = settings.num_workers, internals.planned_steps
         self.saved_rows: dict[str, list[Any]] = {}  # the part `rows` of the newest state that was loaded
         # Of this script, and of the one whose state this is.
@@ -92,8 +89,6 @@ class TorchReplica(ReplicaBase):
         self._same_rows = rank_info.world_size == 1  # as the other ranks of this generation
         self._continues_script = False  # its state is that of another script, whose workers it has taken over
         self._loaded_from = 0  # the number of workers of the group from which a state was loaded; 0 if none was
-        own = operator, internals.parts, rank_info, control, lambda: self.progress, self._unsharded_state
-        self._resharding = Resharding(*own) if self.in_shards else None
 
     @classmethod
     def prepare_process(cls, settings: TorchSettings) -> None:
@@ -106,8 +101,6 @@ class TorchReplica(ReplicaBase):
             torch.manual_seed(settings.seed)  # also GPUs that are not initialized yet
 
     def _begin_call(self) -> None:
-        if self._resharding is not None:
-            self._resharding.settled()
         if not self._same_rows and self.control.phase in CALLS.values():
             known = self.rows.known(*self.data_names)
             own = {name: each.for_ranks for name, each in known.items() if each.for_ranks}
@@ -126,10 +119,7 @@ class TorchReplica(ReplicaBase):
         return self._opener.registered(data, self.position_in(phase), phase, self.places(phase))
 
     def _make_results(self) -> TorchResults:
-        return TorchResults(self.operator, self.internals, self.sources, self.rows)
-
-    def _summary(self) -> Summary:
-        return summary_of(self.operator, self.internals.parts)
+        return TorchResults(self.operator, self.internals, self.rows)
 
     # -- state ----------------------------------------------------------------------------------------
 
@@ -208,20 +198,20 @@ class TorchReplica(ReplicaBase):
 
         return write
 
-    def load(self, data: Any, *, other_code: bool = False) -> None:
-        """Load the state of another replica of this trainer. It is trusted, and it fits, unless
-        that had `other_code`. Shards are made of it in the next generation."""
-        if self._resharding is not None:
-            self._resharding.give(data)
-            return
-        state, self._continues_script = packing.unpack(data), other_code
-        if other_code:
-            try:
-                self.check(state)
-            except CheckpointError as error:
-                raise ConfigError(
-                    f"the state of the last script (here: the checkpoint) does not fit the code of this one: {error}"
-                ) from error
+    def load(self, data: Any) -> None:
+        """Load the state of another replica of this trainer. It is trusted, and it fits."""
+        self._continues_script = False
+        self._take(packing.unpack(data))
+
+    def take_over(self, data: Any) -> None:
+        """Load the state of the last script's replica, whose code may be other than this one's."""
+        state, self._continues_script = packing.unpack(data), True
+        try:
+            self.check(state)
+        except CheckpointError as error:
+            raise ConfigError(
+                f"the state of the last script (here: the checkpoint) does not fit the code of this one: {error}"
+            ) from error
         self._take(state)
 
     def _take(self, state: dict[str, Any]) -> None:
@@ -234,7 +224,6 @@ class TorchReplica(ReplicaBase):
         if (position := state.get("validation_loader")) is not None:
             self.sources["validation"] = self._open_source(self.internals.parts.validation_loader, "validation")
             self.sources["validation"].load(position)
-        self.control.ensure_whole()  # shards that were made of it
         self._loaded_from, self.undefined = state["world_size"], state.get("undefined", False)
 
     def _adopt(self, state: dict[str, Any]) -> None:
@@ -272,11 +261,15 @@ class TorchReplica(ReplicaBase):
         saved, here = (state.get("parts", parts), state.get("batch_size") or size), (parts, size)
         if saved != here and self.rank == 0 and (keep.mode != PER_WORKER or saved[0] == parts):
             logger.warning(OTHER_PARTS, *saved, *here, saved[0])
-        keep.loaded()
         warn_of_ignored(self.internals, self._made_with, self._loaded_settings)
 
     def all_succeeded(self, here: bool) -> bool:
         return all(gathered_objects(here, self.control))
+
+    def end_load(self, loads: int | None) -> None:
+        if loads is not None:
+            self.internals.keep_batch.loaded()
+        super().end_load(loads)
 
     # -- membership -----------------------------------------------------------------------------------
 
@@ -284,11 +277,6 @@ class TorchReplica(ReplicaBase):
         """Wrap the models again for a new generation. A batch that was not applied will be
         processed again; its gradients are cleared."""
         old = self.internals.rank_info
-        if self._resharding is not None:
-            state = self._resharding.rejoin(rank_info)
-            if state is not None:
-                self._take(state)
-            self.undefined = self.undefined or self._resharding.is_lost
         self.internals.join(rank_info)
         if self._continues_script:
             warn_of_ignored(self.internals, self._made_with, self._loaded_settings)
@@ -299,21 +287,6 @@ class TorchReplica(ReplicaBase):
             self.operator.resized(before, rank_info.world_size)
         self.results.begin_part()
         self._same_rows = rank_info.world_size == 1
-
-    def hand_over(self, stay: list[int]) -> None:
-        """Give the ranks that stay the shards of all ranks, before the others leave. All ranks call
-        this together."""
-        assert self._resharding is not None
-        self._resharding.hand_over(stay)
-
-    def _unsharded_state(self) -> dict[str, Any]:
-        """What a peer needs besides shards."""
-        state = (
-            states.gather(self.operator, self.internals.parts)
-            | self._loop_state(for_peers=True)
-            | {"undefined": self.undefined}
-        )
-        return {name: value for name, value in state.items() if name not in DIVIDED}
 
     def close(self) -> None:
         for source in self.sources.values():

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import astuple, replace
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -26,16 +25,11 @@ from raysgd.torch.checkpoint import shard_files, states
 from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.fsdp import gathered
-from raysgd.torch.rank_comparison import elements_of
+from raysgd.torch.rank_comparison import elements_of, sums_of
 from raysgd.torch.replica import TorchReplica
-from raysgd.training.loading import Refusal, agreed, take_over
+from raysgd.training.loading import Refusal, agreed, refusal_of, take_over
 from raysgd.training.seeding import derived_seed
 from raysgd.training.writing import Report, reported
-
-NO_METRIC = (
-    "update_scheduler() calls the step(epoch) of a %s, so the metric %s counts as an epoch. Use it for schedulers that follow a metric, "
-    "such as ReduceLROnPlateau. For others, leave it out, and pass scheduler_step_freq='epoch', 'step' or 'batch'"
-)
 
 
 def update_scheduler(replica: TorchReplica, metric: Any) -> None:
@@ -43,21 +37,23 @@ def update_scheduler(replica: TorchReplica, metric: Any) -> None:
     if not schedulers:
         raise TypeError("update_scheduler needs a scheduler: register one with self.register(schedulers=...)")
     for scheduler in schedulers:
-        if next(iter(signature(scheduler.step).parameters), "") == "epoch":
-            replica.internals.warn_once(NO_METRIC, type(scheduler).__name__, metric)
         scheduler.step(metric)
 
 
-def get_model(replica: TorchReplica, averaged: bool) -> list[Any] | None:
+def weight_sums(replica: TorchReplica) -> str:
+    """What this rank reports of its weights, for a comparison with the other ranks."""
+    return sums_of(replica.operator, replica.internals.parts)
+
+
+def get_model(replica: TorchReplica) -> list[Any] | None:
     """Make copies of the unwrapped models on the CPU and in eval mode, on rank 0. The training
     models stay as they are."""
     first, parts = replica.rank == 0, replica.internals.parts
-    with parts.averages.in_place() if averaged else nullcontext():
-        if parts.shards is not None:
-            saved = gathered([model.state_dict() for model in parts.models], keep=first)
-            replica.control.ensure_whole()
-            return [model.eval() for model in parts.shards.full_models(saved)] if first else None
-        return [copy.deepcopy(model).cpu().eval() for model in parts.models] if first else None
+    if parts.shards is not None:
+        saved = gathered([model.state_dict() for model in parts.models], keep=first)
+        replica.control.ensure_whole()
+        return [model.eval() for model in parts.shards.full_models(saved)] if first else None
+    return [copy.deepcopy(model).cpu().eval() for model in parts.models] if first else None
 
 
 def not_finite(replica: TorchReplica) -> str:
@@ -138,8 +134,7 @@ def save_shards(replica: TorchReplica, folder: Place, transfers: list[str], late
 def load_again(
     replica: TorchReplica, method: Callable[..., Any], arguments: dict[str, Any], workers: int, loads: int | None
 ) -> Refusal | None:
-    """Load what this trainer has saved or loaded when it had so many workers, because too few
-    shards of the state after it are left."""
+    """Load, in new processes, what this trainer has saved or loaded when it had so many workers."""
     refusal: Refusal | None = method(replica, **arguments, loads=loads)
     if refusal is None and workers != replica.operator.world_size:
         replica.operator.resized(workers, replica.operator.world_size)
@@ -156,5 +151,10 @@ def restore_shards(replica: TorchReplica, folder: Place, files: shard_files.File
             _, refusal = agreed(replica, lambda: check_fits(parts, states.shaped(outline())))
         if refusal is not None:
             return refusal
-        state = shard_files.read(source, parts)  # with the other ranks, so an error here must free them
+        try:
+            state = shard_files.read(
+                source, parts
+            )  # with the other ranks, so an error of this one alone must free them
+        except shard_files.UnreadableTensorsError as error:
+            return refusal_of(error)
         return take_over(replica, lambda: state, loads)

@@ -6,12 +6,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from raysgd.constants import NUM_SAMPLES
-from raysgd.core.metrics import SECONDS, SKIPPED, Measured
+from raysgd.core.metrics import SKIPPED, Measured
 from raysgd.core.tree import mapped
 from raysgd.torch.foreign import content_version
 from raysgd.torch.internals import TorchInternals
@@ -42,11 +41,10 @@ class TorchResults(Results):
         self,
         operator: TrainingOperator,
         internals: TorchInternals,
-        sources: Mapping[str, Any],
         rows: RegisteredRows,
     ) -> None:
         super().__init__(operator, internals)
-        self._sources, self._rows = sources, rows
+        self._rows = rows
         self._phase: Phase = "train"  # the running call's
         self._partial_at = 0.0
         self._partial: Measured | None = None
@@ -66,7 +64,6 @@ class TorchResults(Results):
             self._operator._warn_of_replaced()
             own, first = internals.parts.options.on_nonfinite, internals.rank_info.world_rank == 0
             self._warns_of_loss = phase == "train" and own is None and first
-        internals.monitor.begin()
         self._partial_at, self._partial = time.monotonic() + PARTIAL_S, None
 
     def measured(self, metrics: dict[str, Any]) -> Measured:
@@ -88,10 +85,7 @@ class TorchResults(Results):
             return self._partial
         # The driver compares these with the data of other ranks.
         rows = {name: each.for_ranks for name, each in self._rows.known(phase).items() if each.for_ranks}
-        sources = zip(self._rows.loaders(phase), self._rows.phases(phase), strict=True)
-        begun = {name: getattr(self._sources.get(each), "first", "") for name, each in sources}
-        first = {name: batch for name, batch in begun.items() if batch}
-        return replace(self._partial or Measured(), rows=rows, first=first)
+        return replace(self._partial or Measured(), rows=rows)
 
     def of_call(self, result: Any, profile: bool, phase: Phase, reduced: bool) -> Measured:
         found, in_full = super().of_call(result, profile, phase, reduced), self._internals.parts.precision.output
@@ -102,10 +96,7 @@ class TorchResults(Results):
     def _counts(self) -> dict[str, Any]:
         internals = self._internals
         skipped = internals.parts.precision.skipped() + internals.leave_out.skipped
-        counts = {**super()._counts(), **internals.monitor.measured(), **({SKIPPED: skipped} if skipped else {})}
-        if SECONDS["communication"] in counts:
-            counts[SECONDS["compute"]] = max(counts[SECONDS["compute"]] - counts[SECONDS["communication"]], 0.0)
-        return counts
+        return {SKIPPED: skipped} if skipped else {}
 
     def batch_mode(self) -> str:
         return self._internals.keep_batch.mode if self._phase == "train" else ""

@@ -27,7 +27,6 @@ class TorchSettings(ReplicaSettings):
     exchange   makes the object that averages gradients if the models are not wrapped asynchronous
                whether collective calls return before the device has made them, as NCCL's do
     parts      into how many parts the trainer divides a batch; None: `num_workers`
-    ema_decay  the decay of the callback EMA; None: the weights are not averaged
     profiler   what TorchProfilerCallback wants to be recorded; None: nothing
     """
 
@@ -40,7 +39,6 @@ class TorchSettings(ReplicaSettings):
     exchange: Callable[[], Exchange] = Exchange
     asynchronous: bool = False
     parts: int | None = None
-    ema_decay: float | None = None
     profiler: ProfilerSettings | None = None
 
     @property
@@ -70,7 +68,8 @@ class TorchSettings(ReplicaSettings):
 
     @property
     def compares(self) -> bool:
-        return self.elastic.on_divergence is not None and self.options.parallel is not None
+        """Whether the weights of the ranks are compared."""
+        return self.elastic.on_divergence is not None and self.options.parallel == "ddp"
 
     @property
     def is_sharded(self) -> bool:

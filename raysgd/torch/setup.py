@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 from uuid import uuid4
@@ -21,18 +21,13 @@ from torch.utils.data import (
 
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.callback_list import wanted_on_workers
-from raysgd.callbacks.monitors import Averaging, Measure, averaging_in, measures_in
 from raysgd.callbacks.torch_profiler import ProfilerSettings
 from raysgd.config import ElasticConfig, WorkerResources, at_least
 from raysgd.constants import BATCH_SIZE
-from raysgd.core.shard_copies import ShardedState
-from raysgd.core.snapshot import Snapshot
 from raysgd.errors import ConfigError, shown
 from raysgd.ray_data.columns import RayData
 from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
 from raysgd.torch.options import TrainingOptions
-from raysgd.torch.replica import TorchReplica
-from raysgd.torch.settings import TorchSettings
 from raysgd.training.arguments import check_config, needs_ray
 from raysgd.training.auto_checkpoint import AutoCheckpoint, wanted_metrics
 from raysgd.workers.cluster import gpus_for_workers
@@ -44,10 +39,9 @@ OTHER_ROWS = (
     "the checkpoint was saved with different rows in the {}, so rows that were trained on can be in the validation now. Divide the data "
     "in the same way in each run, for example with random_split(..., generator=torch.Generator().manual_seed(0))"
 )
-ONE_COPY = (
-    "parallel='fsdp' with replicas=1 keeps one copy of each shard of the model. When a worker fails, training ends with an error, "
-    "unless load() has given it a file to begin with again. Pass TrainingOptions(replicas=2), so that the other workers continue in "
-    "place, or checkpoints=AutoCheckpoint(...), so that they continue from the newest checkpoint"
+NO_CHECKPOINT = (
+    "parallel='fsdp' needs a checkpoint: each worker has only a part of the model, so new ones load the newest when a worker fails, leaves "
+    "or joins. Pass TorchTrainer(checkpoints=AutoCheckpoint(...)), or call load() before train()"
 )
 NOT_NAMED = (
     "a trainer with name= cannot read a Ray Dataset: the process that reads it ends with the script. Leave out the name, or pass a "
@@ -159,29 +153,14 @@ def _is_gpu_there(in_ray: bool | None) -> bool:
     return bool(gpus)
 
 
-def sharded_state(
-    settings: TorchSettings, checkpoints: Any, saved: Callable[[bool], Snapshot | None]
-) -> ShardedState | None:
-    """How the state is divided among the workers, None if each has all of it. Warn if a worker
-    failure will end training."""
-    if not settings.is_sharded:
-        return None
-    if settings.options.replicas == 1 and checkpoints is None:
-        logger.warning(ONE_COPY)
-    return ShardedState(settings.options.replicas, TorchReplica.hand_over, saved)
-
-
 def wanted_by(callbacks: Sequence[Callback], checkpoints: AutoCheckpoint | None) -> dict[str, Any]:
     """The settings that make the replicas do what callbacks want of workers."""
-    wanted = wanted_on_workers(callbacks)
-    profilers = [each for each in wanted if not isinstance(each, (Averaging, Measure))]
+    profilers = wanted_on_workers(callbacks)
     if len(profilers) > 1 or not all(isinstance(each, ProfilerSettings) for each in profilers):
         raise ConfigError(
             f"callbacks can have one TorchProfilerCallback, and no on_workers of their own, got {profilers}"
         )
-    profiler = next(iter(profilers), None)
-    named = wanted_metrics(callbacks, checkpoints)
-    return {"ema_decay": averaging_in(wanted), "measures": measures_in(wanted), "profiler": profiler, "wanted": named}
+    return {"profiler": next(iter(profilers), None), "wanted": wanted_metrics(callbacks, checkpoints)}
 
 
 def check_predicted(data: Any, batch_size: Any) -> None:
@@ -211,7 +190,7 @@ def no_rows(*_: Any) -> NoReturn:
     raise ConfigError(NOT_NAMED)
 
 
-def opened(dataset: Any, group: Any, *, named: bool) -> Any:
+def opened(dataset: Any, group: Any) -> Any:
     """What `train(dataset=...)` sends to the workers. The rows of a Ray Dataset are read on the
     driver, and workers get a way to them."""
     if dataset is None:
@@ -221,7 +200,7 @@ def opened(dataset: Any, group: Any, *, named: bool) -> Any:
             f"dataset must be a Ray Dataset, got {shown(dataset)}: pass one, or register loaders and other iterables in setup with "
             "self.register_data(train_loader=...)"
         )
-    if named:
+    if group.term:  # of a trainer with a name
         no_rows()
     data = RayData.of(dataset)
     return replace(data, dataset=group.rows(data.dataset))

@@ -108,7 +108,7 @@ class LeaveOut(Policy):
 
     @property
     def _control(self) -> Control:
-        return self._parts.calls.control
+        return self._parts.control
 
     def _forget(self) -> None:
         self._left_out = self._went = self._counts = False

@@ -449,7 +449,7 @@ class DuringExchange(ReadAhead):
     def _is_measured(self) -> bool:
         """Return whether to measure the running step: of fast ones only some, because the hook
         takes 10 us, where no batch is read in it."""
-        if (begun := self._parts.calls.control.begun) != self._begun:
+        if (begun := self._parts.control.begun) != self._begun:
             self._begun, self._skipped = begun, self._skipped + 1
             self._measures = self._asked - self._measured_at >= MEASURED_EVERY_S
             if self._measures:

@@ -18,10 +18,6 @@ from raysgd.training.operator_base import OperatorBase
 from raysgd.training.step import Step
 
 NOT_CLEARED = (
-    "the second step adds its gradients to those of the first one, which were not cleared. Call self.zero_grad() before "
-    "self.backward(loss), in each step"
-)
-NOT_CLEARED_IN_WINDOWS = (
     "the second step adds its gradients to those of the first one, which were not cleared. raysgd counts the batches for "
     "TrainingOptions(accumulate=%d). Call self.zero_grad(), self.backward(loss) and self.step() in each batch"
 )
@@ -38,7 +34,7 @@ class Stepping(OperatorBase):
     def __init__(self, config: dict[str, Any] | None, internals: TorchInternals) -> None:
         super().__init__(config, internals)
         self._in_own_step = self._own_step_made = False  # whether `self.step` runs an optimizer's, and it was made
-        self._clears: bool | None = None  # whether gradients are cleared between steps; None before the first one
+        self._clears: bool | None = None  # whether gradients are cleared between windows; None before the first one
 
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *, count: Any = None, loss_id: int = 0) -> None:
         """Run the backward pass, with the `loss` scaled for the precision and accumulation.
@@ -107,15 +103,15 @@ class Stepping(OperatorBase):
         return self._own_step_made
 
     def _look_for_gradients(self) -> None:
-        """Warn if the backward pass of the second step begins with the gradients of the first
+        """Warn if the backward pass of the second window begins with the gradients of the first
         one."""
-        self._clears, optimizers = True, self._parts.optimizers
-        if len(optimizers) > 1 or self._internals.feed.step.place > 0 or self._parts.options.parallel == "fsdp":
+        self._clears, optimizers, window = True, self._parts.optimizers, self._batches_per_step
+        alone = len(optimizers) == 1 and self._parts.options.parallel != "fsdp"
+        if window == 1 or not alone or self._internals.feed.step.place > 0:
             return
         for parameter in (each for group in optimizers[0].param_groups for each in group["params"]):
             if parameter.grad is not None and not parameter.grad.is_sparse and bool(parameter.grad.any()):
-                window = self._batches_per_step
-                self._internals.warn_once(*((NOT_CLEARED,) if window == 1 else (NOT_CLEARED_IN_WINDOWS, window)))
+                self._internals.warn_once(NOT_CLEARED, window)
                 return
 
     def zero_grad(self, optimizer: Any = None) -> None:
@@ -159,6 +155,11 @@ class Stepping(OperatorBase):
             return None
         if not self._has_own_steps and (option := self._internals.policies.option):
             raise ConfigError(_direct_step(option, with_closure=closure_in(args, kwargs) is not None))
+        if self._parts.shards is not None and closure_in(args, kwargs) is not None:
+            raise ConfigError(
+                f"with parallel='fsdp' a closure cannot be passed to {type(optimizer).__name__}.step(), because each call of it needs all "
+                "ranks, and they could call it different numbers of times: compute the gradients before the step"
+            )
         return after_gradients(args, kwargs, lambda: self._check_direct(optimizer))
 
     def _note_steps(self, optimizers: Sequence[Any]) -> None:
@@ -203,5 +204,5 @@ def _direct_step(option: str, *, with_closure: bool) -> str:
 def note_peer_error(parts: Parts, step: Step, error: Exception) -> None:
     """Note the error of a failed peer, which user code may catch: this rank has not got all
     gradients. (No method, because operators have names of their own.)"""
-    if parts.calls.control.is_interruption(error):
+    if parts.control.is_interruption(error):
         step.error = error

@@ -58,7 +58,7 @@ def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *
                 "another: leave backend out (it is 'nccl'), or pass parallel='ddp' or use_gpu=False"
             )
         return Strategy(
-            make_backend=functools.partial(TorchBackend, name, replicas=options.replicas),
+            make_backend=functools.partial(TorchBackend, name, in_place=options.parallel != "fsdp"),
             asynchronous=name == "nccl",
         )
     strategy: Strategy = offers.horovod_strategy(options, horovod_args, use_gpu=use_gpu)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 from weakref import WeakKeyDictionary
@@ -22,9 +23,9 @@ from raysgd.torch import replica_calls, setup
 from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.sharded import ShardedLoads, save_shards
 from raysgd.torch.foreign import content_version
+from raysgd.torch.hyperparameters import plain
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
-from raysgd.torch.rank_comparison import summary_of
 from raysgd.torch.replica import TorchReplica
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.strategies import choose_strategy
@@ -165,7 +166,7 @@ class TorchTrainer(TrainerBase):
             timeout_s=timeout_s,
             make_backend=strategy.make_backend,
             hook=initialization_hook,
-            sharded=setup.sharded_state(settings, checkpoints, self._newest_saved),
+            saved=self._newest_saved if settings.is_sharded else None,
             callbacks=callbacks,
             logdir=logdir,
             folder=folder,
@@ -196,12 +197,16 @@ class TorchTrainer(TrainerBase):
         """
         check_call(num_steps, max_retries, info)
         check_flags(profile=profile, reduce_results=reduce_results)
+        if self._factory.settings.is_sharded and self._folder is None and self._loads.is_empty:
+            raise ConfigError(setup.NO_CHECKPOINT)
         changed = [each for each, before in self._lent.items() if _summary(each) != before]
         for name in {f"get_{'local_operator' if each is self._newest else 'model'}()" for each in changed}:
             logger.warning(CHANGED_COPY, name)
         self._lent, self._newest = {}, None
-        data = self._packed(setup.opened(dataset, self._engine.group, named=self._calls.named is not None))
+        data = self._packed(setup.opened(dataset, self._engine.group))
         job = self._train_job(num_steps, profile, info, max_retries, dataset=data, reduced=reduce_results)
+        if self._factory.settings.compares:
+            job = replace(job, compare=Call(replica_calls.weight_sums))
         try:
             result, each = self._calls.measure(self._engine, "train", job)
         finally:
@@ -268,17 +273,11 @@ class TorchTrainer(TrainerBase):
     # -- models and state -----------------------------------------------------------------------------
 
     @exclusive
-    def get_model(self, to_cpu: bool = False, *, averaged: bool = False) -> Any:
+    def get_model(self, to_cpu: bool = False) -> Any:
         """Make a copy of the trained model, unwrapped and in eval mode; a list if there are
-        several. It is on the GPU if the workers use GPUs and this process has one, unless `to_cpu`.
-        With `averaged`, it has the weights that the callback EMA averages."""
-        check_flags(averaged=averaged)
-        if averaged and self._factory.settings.ema_decay is None:
-            raise ConfigError(
-                "get_model(averaged=True) needs averaged weights: create the trainer with callbacks=[EMA(decay=0.999)], "
-                "from raysgd.callbacks"
-            )
-        models: list[Any] = self._first(replica_calls.get_model, averaged=averaged)
+        several. It is on the GPU if the workers use GPUs and this process has one, unless
+        `to_cpu`."""
+        models: list[Any] = self._first(replica_calls.get_model)
         if self.use_gpu and not to_cpu and torch.cuda.is_available():
             models = [model.cuda() for model in models]
         self._lent = WeakKeyDictionary({**self._lent, **{model: _summary(model) for model in models}})
@@ -371,8 +370,12 @@ class TorchTrainer(TrainerBase):
         return offers.torch_trainable(cls, override_tune_step=override_tune_step, **arguments)
 
 
-def _summary(copy: Any) -> str | list[int]:
-    """The state of an operator, or how often the parameters of a model have been changed."""
-    if isinstance(copy, TrainingOperator):
-        return summary_of(copy, internals_of(copy).parts).as_text()
-    return [content_version(each) for each in copy.parameters()]
+def _summary(copy: Any) -> list[Any]:
+    """How often the parameters of a model, or of those of an operator, have been changed; with the
+    settings of an operator's optimizers."""
+    if not isinstance(copy, TrainingOperator):
+        return [content_version(each) for each in copy.parameters()]
+    parts = internals_of(copy).parts
+    groups = [group for optimizer in parts.optimizers for group in optimizer.param_groups]
+    settings = [plain(value) for group in groups for name, value in group.items() if name != "params"]
+    return [*settings, *(version for model in parts.models for version in _summary(model))]

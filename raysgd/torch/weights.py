@@ -201,7 +201,7 @@ class Weigh(Policy):
         numbers = torch.tensor([count is not None, travels, usual, usual * usual], dtype=torch.float64)
         if ranks > 1:
             numbers = self._sum(numbers.to(self._where()))
-            self._parts.calls.control.ensure_whole()
+            self._parts.control.ensure_whole()
         counts, travel, sums, squares = numbers.tolist()
         if counts not in (0, ranks):
             raise ConfigError(

@@ -16,13 +16,10 @@ class WholeGradients(Policy):
     """Waits for the device, and looks whether a peer has failed meanwhile: in `self.step`, before
     anything is decided from the gradients, before each step of an optimizer, also in user code, and
     before a step is committed in which a collective call was made after that. It raises an error
-    then, and the step is undone.
+    then, and the step is undone."""
 
-    With shards, all ranks agree on each step in `Resharding`, which looks in the same way. What is
-    decided before that from broken gradients does not last: the step is undone."""
-
-    def __init__(self, parts: Parts, *, sharded: bool) -> None:
-        self._parts, self._sharded = parts, sharded
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
 
     def require_hooks(self, optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:
@@ -34,15 +31,13 @@ class WholeGradients(Policy):
                 )
 
     def check(self, step: Step, optimizer: Any) -> None:
-        if not self._sharded:
-            self._parts.calls.control.ensure_whole()
+        self._parts.control.ensure_whole()
 
     unchecked = check
 
     def look_again(self) -> None:
         """Look if a collective call was made after `check`."""
-        if not self._sharded:
-            self._parts.calls.control.ensure_whole(unless_seen=True)
+        self._parts.control.ensure_whole(unless_seen=True)
 
     def before_commit(self, step: Step) -> None:
-        self._parts.calls.control.ensure_whole(unless_seen=True)
+        self._parts.control.ensure_whole(unless_seen=True)

@@ -7,20 +7,16 @@ caller; but with DDP outside, a new generation replaces only DDP, and the compil
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.core.control import Control
 from raysgd.torch.foreign import compile_in_place, uncompiled
 from raysgd.torch.options import TrainingOptions
 
@@ -28,31 +24,7 @@ from raysgd.torch.options import TrainingOptions
 # one gains time, and the most bytes for which it is used: it keeps intermediate results of that size.
 TOGETHER, EXACT = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW), (torch.float32, torch.float64)
 FEWEST_TOGETHER, LARGEST_TOGETHER = 8, 64 << 20
-CALLER, MOST_CALLS = nn.Module.__call__.__code__.co_filename, 64
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
-
-
-class ModelCalls:
-    """Remembers in which steps, and at which lines, wrapped models were called. Their copies
-    remember nothing. `control` knows the running step."""
-
-    def __init__(self) -> None:
-        self.control = Control()
-        self._newest: deque[tuple[int, CodeType, int]] = deque(maxlen=MOST_CALLS)
-
-    def __call__(self, *_: Any) -> None:
-        # A variable with this call's own frame would be a cycle, for the garbage collector.
-        frame: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
-        while frame.f_code.co_filename == CALLER:
-            frame = frame.f_back
-        self._newest.append((self.control.begun, frame.f_code, frame.f_lineno))
-
-    def __reduce__(self) -> Any:
-        return ModelCalls, ()
-
-    def newest(self) -> list[tuple[int, str]]:
-        """The steps and lines ("file:line function") of the newest calls."""
-        return [(step, f"{code.co_filename}:{line} {code.co_name}") for step, code, line in tuple(self._newest)]
 
 
 class Exchange:
@@ -113,7 +85,6 @@ def rewrap(
     trained: Collection[nn.Parameter],
     arguments: dict[str, Any],
     options: TrainingOptions,
-    calls: ModelCalls,
 ) -> None:
     """Initialize every DDP wrapper again, in place, for the process group of a new generation.
     References to the wrappers stay valid. It averages the gradients of those parameters that were
@@ -130,7 +101,7 @@ def rewrap(
             with _requiring(trained, inside):
                 DistributedDataParallel.__init__(wrapper, inside, **arguments)
             wrapper.training = mode  # not train(mode): submodules that were frozen in eval mode stay in it
-    adapt(wrapped, arguments, options, calls)
+    adapt(wrapped, arguments, options)
 
 
 @contextmanager
@@ -154,15 +125,14 @@ def sends_buffers(arguments: Mapping[str, Any]) -> bool | None:
     return found
 
 
-def adapt(wrapped: list[nn.Module], arguments: Mapping[str, Any], options: TrainingOptions, calls: ModelCalls) -> None:
-    """Register `calls`, and the communication hook of the options, on new DDP wrappers. PowerSGD
-    starts without past errors, because these belong to one rank of one generation. Let them send no
-    buffers, as `KeepBuffers` does, unless the user has passed that."""
+def adapt(wrapped: list[nn.Module], arguments: Mapping[str, Any], options: TrainingOptions) -> None:
+    """Register the communication hook of the options on new DDP wrappers. PowerSGD starts without
+    past errors, because these belong to one rank of one generation. Let them send no buffers, as
+    `KeepBuffers` does, unless the user has passed that."""
     for wrapper in wrapped:
         if isinstance(wrapper, DistributedDataParallel):
             if sends_buffers(arguments) is None:
                 wrapper.broadcast_buffers = False  # only now, because all ranks begin with those of rank 0
-            wrapper.register_forward_pre_hook(calls)
             if options.hook_name is not None:
                 state, hook = _hook(options.hook_name, options.hook_args)
                 wrapper.register_comm_hook(state, hook)

@@ -9,22 +9,21 @@ import pickle
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from raysgd.core.lazy import load
 from raysgd.errors import CheckpointError, ConfigError
-from raysgd.storage import checksums, folders, locations, remote, values
+from raysgd.storage import checksums, folders, locations, remote
 from raysgd.storage.locations import Place
 from raysgd.storage.masking import mask
 from raysgd.storage.remote import Uri
+from raysgd.train import dictionaries
 
 METADATA_FILE = ".metadata.json"
 METADATA_KEY = "_metadata"
-DICT_FILE = "checkpoint.zip"
-PICKLE, ZIP = b"\x80", b"PK"  # how the files of Ray Train 1.x begin, and how ours do
-Dumps = Callable[[Any], bytes]
+DICT_FILE = ".raysgd-dictionary.pt"
 
 
 class Checkpoint:
@@ -37,9 +36,9 @@ class Checkpoint:
         train.report({"loss": 0.1}, checkpoint=Checkpoint.from_dict({"epoch": 3}))
         Checkpoint("s3://bucket/run_001/checkpoints/checkpoint_000003").to_dict()
 
-    Reading a stored dictionary of plain values, arrays and tensors runs no code from it. To read
-    objects of other types, or a dictionary that Ray Train 1.x stored, from the file or folder at
-    `path`, which you trust, pass `trusted=True`.
+    Dictionaries are stored with `torch.save`, and reading one of plain values and tensors runs no
+    code from it. To read objects of other types, or a dictionary that Ray Train 1.x stored, or
+    raysgd without torch, from the file or folder at `path`, which you trust, pass `trusted=True`.
     """
 
     _place: Place | None
@@ -97,28 +96,24 @@ class Checkpoint:
         vars(made).update(vars(other), _other=other)  # which may own a temporary folder
         return made
 
-    def to_bytes(self, *, dumps: Dumps = pickle.dumps) -> bytes:
-        """Pack the checkpoint into bytes: a dictionary, in which `dumps` pickles what is neither a
-        plain value nor an array or a tensor, or a tar archive of the files."""
+    def to_bytes(self, *, pickler: Any = pickle.Pickler) -> bytes:
+        """Pack the checkpoint into bytes: a dictionary, which the class `pickler` pickles, or a tar
+        archive of the files."""
         if self._data is not None:
-            return bytes(values.dump(self._data, dumps=dumps))
+            return dictionaries.dump(self._data, pickler)
         if not self._is_folder():
             data, where = locations.read(self._stored()), self._stored()
-            return data if _is_whole(data, where) else bytes(values.dump(self.to_dict(), dumps=dumps))
+            return data if _is_whole(data, where) else dictionaries.dump(self.to_dict(), pickler)
         with self._folder() as folder:
             return folders.pack(folder, self._added)
 
-    def checked_bytes(self, *, dumps: Dumps = pickle.dumps, users_files: bool = False) -> bytes:
+    def checked_bytes(self, *, pickler: Any = pickle.Pickler) -> bytes:
         """Make these bytes for receivers that trust them, or raise an error here."""
-        data = self.to_bytes(dumps=dumps)
+        data = self.to_bytes(pickler=pickler)
         if self._place is not None and not is_directory(data):
             _read(data, str(self._place), self._trusted)
         elif self._is_folder() and self._has(DICT_FILE):
-            is_users = users_files and not values.is_stored(
-                self._listed(DICT_FILE)
-            )  # a file of theirs may have that name
-            if not is_users:
-                self.to_dict()
+            self.to_dict()
         return data
 
     def to_dict(self) -> dict[str, Any]:
@@ -179,14 +174,14 @@ class Checkpoint:
     def _folder(self) -> contextlib.AbstractContextManager[Path]:
         return locations.folder(self._stored())
 
-    def to_uri(self, uri: str | Path | Uri, *, dumps: Dumps = pickle.dumps) -> str:
+    def to_uri(self, uri: str | Path | Uri) -> str:
         """Store the checkpoint at `uri`, completely or not at all, and return the URI. A dictionary
-        becomes one object or file, in which `dumps` pickles objects of other types. A folder must
-        be new or empty; under a URI it may also hold an earlier checkpoint."""
+        becomes one object or file. A folder must be new or empty; under a URI it may also hold an
+        earlier checkpoint."""
         where = locations.place_to_save(uri)
         if not self._is_folder():
             locations.check_file(where)
-            locations.write(where, self.to_bytes(dumps=dumps))
+            locations.write(where, self.to_bytes())
         else:
             locations.check_folder(where)
             _check_free(where)
@@ -301,7 +296,11 @@ def _remove(folder: str, process: int) -> None:
 
 def is_directory(data: bytes | memoryview) -> bool:
     """Whether these are the bytes of a folder (a tar archive), not of a dictionary."""
-    return bytes(data[257:262]) == b"ustar" and bytes(data[:2]) != ZIP and bytes(data[:1]) != PICKLE
+    return (
+        bytes(data[257:262]) == b"ustar"
+        and bytes(data[:2]) != checksums.ZIP
+        and bytes(data[:1]) != dictionaries.RAY_TRAIN
+    )
 
 
 def _is_whole(data: bytes, where: Any) -> bool:
@@ -315,14 +314,11 @@ def _is_whole(data: bytes, where: Any) -> bool:
 def _read(data: bytes | memoryview, where: str, trusted: bool) -> dict[str, Any]:
     """Read the dictionary that was stored, by us or by Ray Train 1.x, which pickled it."""
     try:
-        pickled = bytes(data[:1]) == PICKLE
-        if pickled and not trusted:
-            raise values.NeedsTrustError("a pickle, as Ray Train 1.x stores dictionaries")
-        content = pickle.loads(data) if pickled else values.load(data, trusted=trusted)
-    except values.NeedsTrustError as error:
+        content = dictionaries.load(data, trusted=trusted)
+    except dictionaries.NeedsTrustError as error:
         raise CheckpointError(
-            f"{where}: it holds {error}, and reading that can run code from the file, which plain values, arrays and tensors do "
-            "not. If you trust the file, use Checkpoint(path, trusted=True)"
+            f"{where}: it holds {error}, and reading that can run code from the file, which plain values and tensors do not. "
+            "If you trust the file, use Checkpoint(path, trusted=True)"
         ) from error
     except ModuleNotFoundError as error:
         raise CheckpointError(f"{where}: reading it needs {error.name}, which is not installed here") from error
@@ -333,7 +329,7 @@ def _read(data: bytes | memoryview, where: str, trusted: bool) -> dict[str, Any]
         raise CheckpointError(
             f"{where}: the checkpoint of a training function is a dictionary, found a {type(content).__name__}"
         )
-    if pickled:
+    if bytes(data[:1]) == dictionaries.RAY_TRAIN:
         locations.warn_without_checksums(where)
     return content
 

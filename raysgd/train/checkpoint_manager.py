@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.errors import CheckpointError, ConfigError
-from raysgd.storage import folders, locations, values
+from raysgd.storage import folders, locations
 from raysgd.storage.folders import MARKER
 from raysgd.storage.locations import Place
 from raysgd.storage.remote import Uri, probe
@@ -82,16 +82,17 @@ class CheckpointManager:
             if not resume or (self.strategy.by_time and not newest):
                 self.stored.append(StoredCheckpoint(number, place, float(number), metrics))
                 continue
+            payload, score = None, -math.inf
             try:
                 payload = Checkpoint(place).to_bytes()
-            except CheckpointError as error:
-                if newest:
+                score = self._score(number, payload, metrics)
+            except (CheckpointError, ConfigError) as error:  # its metrics may not have been written
+                if newest and isinstance(error, CheckpointError):
                     raise CheckpointError(f"{error}. To resume from an older checkpoint, delete {place}") from error
                 logger.warning("%s%06d is ranked last: %s", PREFIX, number, error)
-                self.stored.append(StoredCheckpoint(number, place, -math.inf, metrics))
-                continue
-            score = self._score_adopted(number, payload, metrics)
             self.stored.append(StoredCheckpoint(number, place, score, metrics))
+            if payload is None:
+                continue
             self.payload = payload
             if isinstance(place, Path) and place.is_dir() and not (place / MARKER).exists():
                 locations.warn_without_checksums(place)
@@ -126,22 +127,8 @@ class CheckpointManager:
     def _score(self, number: int, payload: bytes, metrics: dict[str, Any]) -> float:
         if self.strategy.by_time:
             return float(number)  # the clock may be set back
-        if is_directory(payload):
-            content = {}
-        elif values.is_stored(payload):
-            # without the weights, which would be read to rank it by one number
-            content = values.plain_values(payload, self.strategy.checkpoint_score_attribute)
-        else:  # of Ray Train 1.x
-            content = Checkpoint.from_bytes(payload, trusted=True).to_dict()
+        content = {} if is_directory(payload) else Checkpoint.from_bytes(payload, trusted=True).to_dict()
         return self.strategy.score(content, metrics)
-
-    def _score_adopted(self, number: int, payload: bytes, metrics: dict[str, Any]) -> float:
-        """Score an earlier run's checkpoint. Its metrics may not have been written."""
-        try:
-            return self._score(number, payload, metrics)
-        except ConfigError as error:
-            logger.warning("%s%06d is ranked last: %s", PREFIX, number, error)
-            return -math.inf
 
     @staticmethod
     def _write(place: Place, payload: bytes) -> None:

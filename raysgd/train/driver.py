@@ -51,7 +51,7 @@ from raysgd.train.worker_group import WorkerGroup, limits_for
 from raysgd.workers.calls import Blob
 from raysgd.workers.cluster import driver_address, ensure_cluster
 from raysgd.workers.ray_group import RayGroup
-from raysgd.workers.serialization import dumps, pack
+from raysgd.workers.serialization import dumps, pack, pickler_class
 from raysgd.workers.tracebacks import folding
 
 logger = logging.getLogger("raysgd")
@@ -140,7 +140,7 @@ class FunctionDriver(RunCheckpoints):
             collective_s=limits.collective_s,
         )
         make = None if train_cls is None else functools.partial(train_cls, *train_cls_args, **(train_cls_kwargs or {}))
-        codec = Codec(dumps, self._backend.encode_data, self._backend.decode_data)
+        codec = Codec(dumps, pickler_class, self._backend.encode_data, self._backend.decode_data)
         factory, hook = pack(FunctionReplicaFactory(codec, make)), pack(initialization_hook)
         engine = Engine(
             RayGroup(backend, workers.resources, unreachable_s=limits.unreachable_s),

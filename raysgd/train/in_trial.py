@@ -17,7 +17,6 @@ from raysgd.errors import ConfigError
 from raysgd.train.checkpoint import DICT_FILE, Checkpoint, unlist_metadata
 
 NUMBER = "_current_checkpoint_id"
-IS_FILE = "_is_dictionary"
 
 
 def is_trial() -> bool:
@@ -47,7 +46,7 @@ def newest_checkpoint() -> Checkpoint | None:
     if found is None:
         return None
     with found.as_directory() as folder:
-        own = Checkpoint(where := place_in(folder, found.get_metadata()), trusted=True)
+        own = Checkpoint(where := place_in(folder), trusted=True)
         return (
             Checkpoint.from_dict(own.to_dict())
             if where.is_file()
@@ -85,10 +84,10 @@ def number_of(checkpoint: Any) -> int | None:
     return number
 
 
-def place_in(folder: str, metadata: Mapping[str, Any]) -> Path:
+def place_in(folder: str) -> Path:
     """Where the checkpoint is in the folder of a trial's: a file in it, or the folder."""
     file = Path(folder) / DICT_FILE
-    return file if metadata.get(IS_FILE, file.is_file()) else Path(folder)
+    return file if file.is_file() else Path(folder)
 
 
 def without_tensors(value: Any) -> Any:

@@ -18,7 +18,7 @@ from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.checkpoint_manager import CheckpointManager
 from raysgd.train.settings import DEFAULT_ELASTIC, CheckpointConfig, check_failure_limit, check_strategy
 from raysgd.train.splits import DatasetSplits
-from raysgd.workers.serialization import dumps
+from raysgd.workers.serialization import pickler_class
 
 BEFORE_FIRST = -1  # fit() and trials count checkpoints from 0
 
@@ -130,9 +130,9 @@ def pack_checkpoint(checkpoint: Any) -> bytes | None:
         checkpoint = Checkpoint(where)
     elif not isinstance(checkpoint, Checkpoint) and hasattr(checkpoint, "as_directory"):  # Ray's own, from Tune
         with checkpoint.as_directory() as folder:
-            return Checkpoint(folder).checked_bytes(dumps=dumps)
+            return Checkpoint(folder).checked_bytes(pickler=pickler_class())
     if not isinstance(checkpoint, Checkpoint):
         raise ConfigError(
             f"checkpoint must be a dict, the path or URI of a stored one, or a Checkpoint, got {checkpoint!r}"
         )
-    return checkpoint.checked_bytes(dumps=dumps)
+    return checkpoint.checked_bytes(pickler=pickler_class())

@@ -273,7 +273,7 @@ class FunctionReplica:
     def state(self) -> bytes:
         return self._codec.dumps((self._run_number, self._commit.kept))
 
-    def load(self, data: bytes, *, other_code: bool = False) -> None:
+    def load(self, data: bytes) -> None:
         self._run_number, self._commit.kept = pickle.loads(data)
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from raysgd.train.checkpoint_manager import BackgroundWriter, CheckpointManager
 from raysgd.train.errors import ReportMismatchError
 from raysgd.train.job import FunctionJob
 from raysgd.train.session_functions import Attempt
-from raysgd.workers.serialization import dumps
+from raysgd.workers.serialization import pickler_class
 
 logger = logging.getLogger("raysgd")
 
@@ -267,4 +267,4 @@ def _decode_checkpoint(backend: Backend, payload: bytes) -> bytes:
     if backend.decode_data is Backend.decode_data or is_directory(payload):
         return payload
     content = Checkpoint.from_bytes(payload, trusted=True).to_dict()
-    return Checkpoint.from_dict(backend.decode_data(content)).to_bytes(dumps=dumps)
+    return Checkpoint.from_dict(backend.decode_data(content)).to_bytes(pickler=pickler_class())

@@ -24,8 +24,8 @@ from raysgd.core.metrics import check_metrics
 from raysgd.core.network import own_address
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, described, shown
-from raysgd.storage import folders, values
-from raysgd.train import in_trial
+from raysgd.storage import folders
+from raysgd.train import dictionaries, in_trial
 from raysgd.train.checkpoint import Checkpoint, is_directory
 from raysgd.train.settings import TIMESTAMP
 
@@ -94,12 +94,17 @@ def _unchanged(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+def _pickler() -> Any:
+    return pickle.Pickler
+
+
 @dataclass(frozen=True)
 class Codec:
-    """How reports and checkpoints are packed: the driver's choice of pickler, and the backend's
-    conversions. Picklable."""
+    """How reports and checkpoints are packed: the driver's choice of pickler (a function, and one
+    that returns its class), and the backend's conversions. Picklable."""
 
     dumps: Callable[[Any], bytes] = pickle.dumps
+    pickler: Callable[[], Any] = _pickler
     encode: Callable[[dict[str, Any]], dict[str, Any]] = _unchanged
     decode: Callable[[dict[str, Any]], dict[str, Any]] = _unchanged
 
@@ -212,7 +217,7 @@ class Session:
         if self.attempt.metadata and checkpoint.can_have_metadata and not checkpoint.get_metadata():
             checkpoint.set_metadata(self.attempt.metadata)
         # Other workers will load it as trusted.
-        return checkpoint.checked_bytes(dumps=self._codec.dumps, users_files=True)
+        return checkpoint.checked_bytes(pickler=self._codec.pickler())
 
     def _send(self, kind: Literal["report", "checkpoint"], head: bytes, payload: bytes | None) -> None:
         self._check_stop()
@@ -293,11 +298,12 @@ class Session:
         they are those of the commit or the checkpoint from which this attempt continues."""
         if self.commit is not None and self.commit.kept.content is not None:
             return {**self.commit.kept.passes}
-        found: Any = None
-        if self._payload is not None and values.is_stored(self._payload):
-            found = values.plain_values(self._payload).get(PASSES)
-        elif self._payload is not None and is_directory(self._payload):
-            found = folders.member_of(self._payload, PASSES_FILE)
+        if self._payload is None:
+            return {}
+        if is_directory(self._payload):
+            found: Any = folders.member_of(self._payload, PASSES_FILE)
+        else:
+            found = dictionaries.load(self._payload, trusted=True).get(PASSES)
         return dict(json.loads(found or "{}"))
 
     def shard(self, name: str | None) -> Any:

@@ -34,7 +34,7 @@ from raysgd.train.checkpoint_manager import CheckpointManager
 from raysgd.train.driver import FunctionDriver, TrainingIterator
 from raysgd.train.job import FunctionJob, FunctionWorkers
 from raysgd.workers import foreign
-from raysgd.workers.serialization import dumps
+from raysgd.workers.serialization import pickler_class
 
 
 def make_function_trainable(
@@ -119,11 +119,10 @@ class Handover:
         """Start from the trial's own checkpoint and its number, instead of the job's."""
         if found is None:
             return
-        metadata = found.get_metadata()
         with found.as_directory() as folder:
-            own = Checkpoint(in_trial.place_in(folder, metadata), trusted=True)
-            self._manager.payload = own.to_bytes(dumps=dumps)
-        self._manager.latest_id = self.taken = int(metadata.get(in_trial.NUMBER, self.taken))
+            own = Checkpoint(in_trial.place_in(folder), trusted=True)
+            self._manager.payload = own.to_bytes(pickler=pickler_class())
+        self._manager.latest_id = self.taken = int(found.get_metadata().get(in_trial.NUMBER, self.taken))
 
     def take(self, number: int) -> Any:
         """Take this checkpoint for a report, or None if Tune has it. Delete older ones."""
@@ -132,15 +131,14 @@ class Handover:
         self._delete(before=number)
         self.taken = number
         stored = self._place(number)
-        is_file = stored.is_file()
-        if is_file:
+        if stored.is_file():
             folder = self._folder / f"taken_{number}"
             folder.mkdir()
             os.replace(stored, folder / DICT_FILE)
             stored = folder
         unlist_metadata(stored)
         checkpoint = tune.Checkpoint.from_directory(str(stored))
-        checkpoint.update_metadata({in_trial.NUMBER: number, in_trial.IS_FILE: is_file})
+        checkpoint.update_metadata({in_trial.NUMBER: number})
         return checkpoint
 
     def _delete(self, *, before: int) -> None:

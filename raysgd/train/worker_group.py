@@ -19,7 +19,7 @@ from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.session_functions import Codec
 from raysgd.train.settings import HANG_S
 from raysgd.workers.ray_group import RayGroup
-from raysgd.workers.serialization import dumps, pack
+from raysgd.workers.serialization import dumps, pack, pickler_class
 
 PATIENCE_S = 5.0
 JOIN_S = 60.0
@@ -83,7 +83,7 @@ class WorkerGroup:
         )
         self._count = num_workers
         make = None if actor_cls is None else functools.partial(actor_cls, *actor_cls_args, **(actor_cls_kwargs or {}))
-        self._factory = pack(FunctionReplicaFactory(Codec(dumps), make))
+        self._factory = pack(FunctionReplicaFactory(Codec(dumps, pickler_class), make))
         self._has_object = actor_cls is not None
         self._engine: Engine | None = None
         self._guard: Callable[[], None] = lambda: None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import io
-import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -15,7 +13,7 @@ from typing import Any
 
 from raysgd.config import ElasticConfig, WorkerResources, above_0, at_least, is_real, object_of
 from raysgd.constants import BATCH_SIZE
-from raysgd.errors import ConfigError, close_to, never_called, shown
+from raysgd.errors import ConfigError, close_to, shown
 from raysgd.version import page
 
 # Arguments of the trainers of training functions, whose classes have the same names.
@@ -98,27 +96,11 @@ METHODS = {
     "on_step": ("info",),  # of torch's operators
     "on_preemption_notice": ("deadline_s",),
 }
-HOOKS = (*METHODS, "train_epoch", "validate", "test_batch", "predict_batch")
-# Names of such methods in other libraries.
-ELSEWHERE = dict.fromkeys(("compute_loss", "train_step", "training_step"), "train_batch")
-ELSEWHERE |= dict.fromkeys(("eval_step", "val_step", "validation_batch", "validation_step"), "validate_batch")
-ELSEWHERE |= {"training_epoch_end": "train_epoch", "predict_step": "predict_batch", "test_step": "test_batch"}
-ELSEWHERE |= dict.fromkeys(("configure_optimizers", "train_dataloader", "val_dataloader"), "setup")
-# Names of hooks there, and the method for such code here, also if the class has that already.
-HOOKS_ELSEWHERE = {
-    r"on_(train_)?epoch_(start|begin|end)": "train_epoch",
-    r"on_(train_)?(batch|step)_(start|begin)": "train_batch",
-    r"on_(train_)?(batch|step)_end|on_before_zero_grad": "on_step",
-    r"on_(fit_start|train_start|train_begin)": "setup",
-    r"on_validation_(epoch_)?(start|end)|on_evaluate": "validate",
-    r"on_save_checkpoint": "state_dict",
-    r"on_load_checkpoint": "load_state_dict",
-}
 
 
 def _check_methods(operator_cls: type, base: type) -> None:
-    """Raise ConfigError if an operator's own methods do not take what raysgd passes. Warn about
-    names that are most likely misspelled, because the default methods would be used instead."""
+    """Raise ConfigError if an operator's own methods do not take what raysgd passes. Warn of a
+    `state_dict` that nothing restores."""
     name = operator_cls.__name__
     for method, arguments in METHODS.items():
         if not hasattr(base, method):
@@ -134,12 +116,6 @@ def _check_methods(operator_cls: type, base: type) -> None:
             raise ConfigError(
                 f"{name}.{method} must take ({expected}), got {method}{inspect.signature(own)}: change its arguments"
             ) from None
-        if "batch_info" in arguments and not {"batch_idx", "batch_index"}.isdisjoint(inspect.signature(own).parameters):
-            warnings.warn(
-                f"{name}.{method} gets a dict as its second argument, not a number: call it batch_info, which has "
-                "batch_info['batch_idx']",
-                stacklevel=5,
-            )
     try:
         inspect.signature(operator_cls).bind(None, settings=None, rank_info=None)
     except TypeError:
@@ -149,7 +125,14 @@ def _check_methods(operator_cls: type, base: type) -> None:
             "setup(self, config), which raysgd calls on each worker, or define __init__(self, *args, **kwargs) and call "
             "super().__init__(*args, **kwargs) in it"
         ) from None
-    _warn_of_names(operator_cls, base)
+    saves, loads = (
+        getattr(operator_cls, each) is not getattr(base, each) for each in ("state_dict", "load_state_dict")
+    )
+    if saves and not loads:
+        warnings.warn(
+            f"{name}.state_dict returns what is saved, and nothing restores it: define load_state_dict(self, state_dict), too",
+            stacklevel=5,
+        )
 
 
 def check_hook(hook: Any) -> None:
@@ -161,36 +144,6 @@ def check_hook(hook: Any) -> None:
         return  # a function in C may have no signature
     except TypeError:
         raise ConfigError(f"initialization_hook must be a function without arguments, got {hook!r}") from None
-
-
-def _warn_of_names(operator_cls: type, base: type) -> None:
-    """Warn of methods that raysgd never calls, and of one that lacks its counterpart."""
-    name = operator_cls.__name__
-    saves, loads = (
-        getattr(operator_cls, each) is not getattr(base, each) for each in ("state_dict", "load_state_dict")
-    )
-    if saves and not loads:
-        warnings.warn(
-            f"{name}.state_dict returns what is saved, and nothing restores it: define load_state_dict(self, state_dict), too",
-            stacklevel=6,
-        )
-    kinds = operator_cls.__mro__[: operator_cls.__mro__.index(base)]
-    for own, kind in never_called(kinds, base).items():
-        missing = [each for each in HOOKS if hasattr(base, each) and each not in vars(kind)]
-        meant = ELSEWHERE[own] if ELSEWHERE.get(own) in missing else close_to(own, missing)
-        hook = next((here for there, here in HOOKS_ELSEWHERE.items() if re.fullmatch(there, own)), "")
-        if hasattr(base, hook) or (meant and _is_misspelling(own, meant)):
-            meant = hook if hasattr(base, hook) else meant
-            warnings.warn(
-                f"raysgd never calls {name}.{own} by itself: did you mean {meant!r}? Rename one that you call yourself",
-                stacklevel=6,
-            )
-
-
-def _is_misspelling(own: str, meant: str) -> bool:
-    same = ELSEWHERE.get(own) == meant or own.replace("_", "").lower() == meant.replace("_", "").lower()
-    longer = own.startswith(meant)  # a name such as `train_batches` is the user's own
-    return same or (not longer and difflib.SequenceMatcher(None, own, meant).ratio() > 0.85)
 
 
 def check_call(num_steps: Any, max_retries: Any, info: Any) -> None:

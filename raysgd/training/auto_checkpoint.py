@@ -79,7 +79,7 @@ class AutoCheckpoint:
 def wanted_metrics(callbacks: Sequence[Callback], checkpoints: AutoCheckpoint | None) -> dict[str, str]:
     """The metrics that operators must measure, and which argument names each. None are known if a
     user's callback adds some."""
-    if not all(type(each).extra_metrics.__module__.startswith("raysgd.") for each in callbacks):
+    if any(type(each).extra_metrics is not Callback.extra_metrics for each in callbacks):
         return {}
     best = None if checkpoints is None else checkpoints.best
     stops = [each._metric for each in callbacks if isinstance(each, EarlyStopping)]

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar, cast
 
 from raysgd.callbacks.base import Callback, CallResult, Kind, Run, Underway
@@ -27,8 +26,7 @@ from raysgd.engine.call import Job, PartialResults
 from raysgd.engine.engine import Engine
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.errors import check_arguments, counted
-from raysgd.training.named import NamedRun, last_error
-from raysgd.training.place import RAISED, Made, Place, storable
+from raysgd.training.place import Made, Place, storable
 from raysgd.training.seeding import DrawnAnew
 from raysgd.workers.tracebacks import fold_frames
 
@@ -61,20 +59,20 @@ def exclusive(method: F) -> F:
 class CallRunner:
     """Owns a trainer's callbacks, the first of which is its history."""
 
+    attached = False  # whether the workers are those of a script that has ended
+
     def __init__(self, callbacks: Sequence[Callback], run: Run, *, bar: bool = False, seed: int | None = None) -> None:
         self.drawn_anew = DrawnAnew(seed)
-        self._saved_at: float | None = None
         self.stop = False  # whether the user's code on the workers wants the loop over epochs to end
         self.batch_mode = ""  # what the workers have decided about the batch
         self.speeds = SpeedWatch()
-        self.history, self.run = History(), replace(run, saved_at=lambda: self._saved_at, speed=self.speeds.now)
+        self.history, self.run = History(), replace(run, speed=self.speeds.now)
         self._callbacks = CallbackList([self.history, *callbacks, *([ProgressBar()] if bar else [])])
         self._rows = RowsCheck()
         self._kind: Kind | None = None
         self._size = 0  # how many workers there are
         self._failed = False
         self._open = self._is_new_folder = False
-        self.named: NamedRun | None = None
         self.place = Place()
         # The number of the newest evaluation of each kind, and where it has ended, by rank; None if only the ranks know.
         self.evaluated: dict[str, tuple[int, Any]] = dict.fromkeys(("validate", "test"), (0, None))
@@ -97,16 +95,10 @@ class CallRunner:
         """Whether a callback wants the loop over epochs to end, once."""
         return self._callbacks.take_stop()
 
-    def warn_of_plain_loop(self, epochs: int) -> None:
+    def warn_of_plain_loop(self) -> None:
         """Warn of a call of `train` that no loop over `epochs()` makes, if one would act
         differently."""
         self._callbacks.warn_of_plain_loop()
-        if self.named is not None:
-            self.named.warn_of_plain_loop(epochs)
-
-    def note_saved(self) -> None:
-        """Note that a checkpoint is complete. Any thread may call this."""
-        self._saved_at = time.time()
 
     # -- the engine's listeners -----------------------------------------------------------------------
 
@@ -156,15 +148,23 @@ class CallRunner:
             self._callbacks.start(self.run)
             self._callbacks.raise_stop()
             self._say_folder()
-            (engine.start if self.named is None else partial(self.named.start, engine))()
-            if self.named is not None and self.named.attached:
-                self.resume(self.named.rows, self.named.before["wants"])
+            self._start(engine)
         except BaseException as error:
             self._fail(error)
-            engine.stop(force=True, leave=self.named is not None)
+            engine.stop(force=True)
             self.end()
             fold_frames(error)
             raise
+
+    def _start(self, engine: Engine) -> None:
+        engine.start()
+
+    def begun(self, stop: Callable[..., None]) -> None:
+        """Called when the trainer, which this method shuts down, can be used."""
+
+    def begin_body(self, loop: int, done: int) -> int:
+        """Note that the body of a loop begins: see `Place`."""
+        return self.place.begin_body(loop, done)
 
     def measure(self, engine: Engine, kind: Kind, job: Job) -> tuple[dict[str, Any], list[Any]]:
         """Run the job. Return one dict for all workers, and a list with each worker's own results,
@@ -176,7 +176,7 @@ class CallRunner:
             self.stop = found.stop
             self._note_places(kind, found.places)
             return found.result, found.each
-        self._store_caught(engine)
+        self._store(caught=True)
         began, self._kind, self._failed, before = time.monotonic(), kind, False, engine.progress.step
         self._size = engine.world_size
         self._rows.begin()
@@ -199,7 +199,8 @@ class CallRunner:
             self._callbacks.raise_stop()
             self._say_folder()
             each = _returned(kind, parts) or rows
-            self._commit(Made(call, result, each, self.stop, self.evaluated.get(kind, (0, None))[1]), engine)
+            self.place.note(Made(call, result, each, self.stop, self.evaluated.get(kind, (0, None))[1]))
+            self._store()
         except BaseException as error:
             self.place.note_error(call, error)
             self._fail(error)
@@ -217,33 +218,23 @@ class CallRunner:
                     "%s was made by the last script, and its values are not known. It returns None here", call
                 )
             return [None] * engine.world_size if found.result is None else list(found.result)
-        self._store_caught(engine)
+        self._store(caught=True)
         try:
             values = list(make())
         except Exception as error:
             self.place.note_error(call, error)
             raise
-        self._commit(Made(call, storable(values)), engine)
+        self.place.note(Made(call, storable(values)))
+        self._store()
         return values
 
     def _note_places(self, kind: Kind, places: Any) -> None:
         if kind in self.evaluated:
             self.evaluated[kind] = self.evaluated[kind][0] + 1, places
 
-    def _commit(self, made: Made, engine: Engine) -> None:
-        self.place.note(made)
-        self._store(engine)
-
-    def _store(self, engine: Engine) -> None:
-        if self.named is not None:
-            self.place.forget(last_error())
-            self.named.commit(engine, self.history, self.wants)
-
-    def _store_caught(self, engine: Engine) -> None:
-        """Store an error that the script has caught before its next call: a script that is started
-        again would take that for the call with the error."""
-        if self.place.made and self.place.made[-1].call.startswith(RAISED):
-            self._store(engine)
+    def _store(self, *, caught: bool = False) -> None:
+        """Called with each call that has returned, and before the next one, if the script may have
+        `caught` an error since."""
 
     def end(self) -> None:
         """Call the callbacks after the workers have ended. A second call does nothing."""
@@ -251,15 +242,10 @@ class CallRunner:
             self._open = False
             self._callbacks.end(failed=self._failed)
 
-    def note_exit(self, engine: Engine, error: BaseException | None) -> None:
+    def note_exit(self, error: BaseException | None) -> None:
         """Note that the script or the trainer's `with` block has ended, and whether an error ended
-        it. A call with this error is in the record if `finally` has made calls after it."""
+        it."""
         self._failed = self._failed or error is not None
-        if self.place.forget(error) and self.named is not None and not self.named.tenure.superseded:
-            try:
-                self.named.commit(engine, self.history, self.wants)
-            except Exception as failed:
-                logger.warning("the record still has this error, so the next script gets it again: %s", failed)
 
     def _say_folder(self) -> None:
         """Say, once, where callbacks have begun to write."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from raysgd.callbacks.base import Callback, Run
@@ -11,13 +12,13 @@ from raysgd.callbacks.folder import folder_to_be
 from raysgd.config import Limits, WorkerResources
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.core.ranks import SingleWorkerBackend
-from raysgd.core.shard_copies import ShardedState
+from raysgd.core.snapshot import Snapshot
 from raysgd.engine.engine import Engine
 from raysgd.environment import start_limit_s
 from raysgd.errors import ConfigError
 from raysgd.training.auto_checkpoint import CheckpointFolder
 from raysgd.training.call_runner import CallRunner
-from raysgd.training.named import NamedRun, new_tenure
+from raysgd.training.named import NamedCalls
 from raysgd.training.operator_base import OperatorBase
 from raysgd.training.settings import OperatorReplicaFactory, ReplicaSettings
 from raysgd.training.user_functions import notice_preemption
@@ -53,7 +54,7 @@ class RunDescription:
     make_backend  makes the backend of several workers, from the driver's address as `host` and its
                   limits, `join_s` and `collective_s`
     hook          called first in every worker process
-    sharded       how the state is divided among the workers; None: each has all of it
+    saved         where no worker has the whole state: the engine's `saved`
     callbacks     the callbacks of the user
     logdir        where callbacks write
     folder        the folder of the automatic checkpoints
@@ -67,7 +68,7 @@ class RunDescription:
     timeout_s: float
     make_backend: Callable[..., ProcessGroupBackend]
     hook: Callable[[], Any] | None
-    sharded: ShardedState | None = None
+    saved: Callable[[bool], Snapshot | None] | None = None
     callbacks: Sequence[Callback]
     logdir: Any
     folder: CheckpointFolder | None
@@ -94,7 +95,8 @@ def build(described: RunDescription) -> tuple[Engine, CallRunner]:
         config=described.config,
         folder=folder_to_be(described.logdir, name),
     )
-    calls = CallRunner(described.callbacks, run, bar=settings.use_tqdm, seed=settings.seed)
+    kind: Callable[..., CallRunner] = CallRunner if described.named is None else partial(NamedCalls, described.factory)
+    calls = kind(described.callbacks, run, bar=settings.use_tqdm, seed=settings.seed)
     return make_engine(described, calls), calls
 
 
@@ -121,8 +123,7 @@ def make_engine(described: RunDescription, calls: CallRunner) -> Engine:
         from raysgd.workers.ray_group import RayGroup
 
         sent = pack(factory), pack(described.hook)  # before there is a group, which an error here would leave open
-        calls.named = None if named is None else NamedRun(new_tenure(*named), factory, calls.place)
-        tenure = None if calls.named is None else calls.named.tenure
+        tenure = calls.take_lease(*named) if isinstance(calls, NamedCalls) and named is not None else None
         group = RayGroup(backend, described.resources, unreachable_s=limits.unreachable_s, tenure=tenure)
     return Engine(
         group,
@@ -133,8 +134,7 @@ def make_engine(described: RunDescription, calls: CallRunner) -> Engine:
         target=settings.num_workers,
         elastic=settings.elastic,
         limits=limits,
-        sharded=described.sharded,
-        term=0 if calls.named is None else calls.named.tenure.term,
+        saved=described.saved,
         on_progress=calls.on_progress,
         on_recovery=calls.on_recovery,
         on_wait=calls.on_wait,

@@ -121,9 +121,8 @@ class NoFeed:
     stopped = False
     make_info: Callable[..., dict[str, Any]] = dict
 
-    def __init__(self, policies: Policies = NO_POLICIES, waited_s: float = 0.0) -> None:
+    def __init__(self, policies: Policies = NO_POLICIES) -> None:
         self.position, self.step, self.batches = Position(), Step(policies=policies), None
-        self.waited_s = waited_s  # of the loop before
 
 
 class Feed:
@@ -278,12 +277,6 @@ class Feed:
             seed(epoch=self.position.epoch, offset=drawn.first)
         else:
             seed(epoch=self.position.epoch, offset=drawn.offset, part=drawn.part)
-
-    def end_epoch(self) -> None:
-        """Skip the current batch and the rest of this epoch. All ranks must call this at the same
-        batch."""
-        self.step.outcome, self.step.closing, self._reader = "undone", True, None
-        self._end_epoch()
 
     def _read(self) -> Drawn | None:
         """Wait for the next batch. Return None if the call has no more."""

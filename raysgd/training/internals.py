@@ -72,11 +72,10 @@ class Internals:
         self.policies = policies
         self.end_loop()
 
-    def end_loop(self, waited_s: float = 0.0) -> None:
-        """Let each batch that user code passes to the operator be a step of its own. `waited_s` is
-        how long a loop has waited for batches."""
+    def end_loop(self) -> None:
+        """Let each batch that user code passes to the operator be a step of its own."""
         self.pace.end()
-        self.feed: Feed | NoFeed = NoFeed(self.policies, waited_s)
+        self.feed: Feed | NoFeed = NoFeed(self.policies)
 
     def begin_metrics(self) -> None:
         """Begin to average metrics."""

@@ -88,13 +88,13 @@ def agreed(replica: LoadingReplica, part: Callable[[], T]) -> tuple[T | None, Re
     try:
         value = part()
     except Exception as error:
-        refusal = _refusal(error)
+        refusal = refusal_of(error)
     if not replica.all_succeeded(refusal is None) and refusal is None:
         refusal = Refusal()
     return value, refusal
 
 
-def _refusal(error: Exception) -> Refusal:
+def refusal_of(error: Exception) -> Refusal:
     trace = traceback.format_exc()
     if isinstance(error, UnseenError):
         return Refusal("it does not see the file", trace, unseen=True)

@@ -24,7 +24,6 @@ NO_EPOCHS = (
     "trainer.epochs() begins a new loop, even if a notebook's cell is only run again"
 )
 ALL_DONE = "nothing is left to train: the loop over trainer.epochs(%d) had ended when the script did"
-NOT_TRAINED = "the body of the loop over trainer.epochs() has not called train(), so nothing was trained"
 NOT_FINITE = (
     "training resumes from %s, whose loss, score or weights were not finite. To continue from an older checkpoint, load() it in a new "
     "run with another path"
@@ -245,8 +244,6 @@ class EpochLoops:
                 if number == self._loop:
                     self._rows_before = None
             self._done = epoch
-            if not self._calls and epoch == done + 1:
-                logger.warning(NOT_TRAINED)
             script = {**self._script(), "made": None}
             stops = self._stop()
             self._after_body(rows_before, script, last=stops or epoch == count)

@@ -3,20 +3,21 @@ Driver."""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import pickle
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from raysgd.callbacks.history import History
 from raysgd.config import ORPHAN_S, at_least
 from raysgd.engine.engine import Engine
 from raysgd.errors import ConfigError, counted, shown
-from raysgd.training.place import Made, Place
+from raysgd.training.call_runner import CallRunner
+from raysgd.training.place import RAISED, Made
 from raysgd.training.settings import OperatorReplicaFactory
 from raysgd.workers.keeper import Tenure
 from raysgd.workers.serialization import dumps
@@ -27,53 +28,68 @@ MOST_SHOWN = 80  # characters of a setting in an error
 STATE, ROW = "state", "row {}"  # the parts of the record
 
 
-class NamedRun:
-    """Owns what the driver of a trainer with a name commits, and what is left of the one before it:
-    `before`, {} if there is nothing, and the `rows` of the history.
+class NamedCalls(CallRunner):
+    """Makes the calls of a trainer with a name. Owns what this driver commits of them, and ends the
+    trainer with the script, or leaves its workers to the next one.
 
     A call of `train`, `validate` or `test`, or one that changes the state, returns when what it
     returns is in the record, at its `place`. A script that is started again continues with the call
     that was running.
     """
 
-    def __init__(self, tenure: Tenure, factory: OperatorReplicaFactory, place: Place) -> None:
-        self.tenure, self._settings, self._place = tenure, dict(_settings(factory, tenure.orphan_s)), place
-        self.before: dict[str, Any] = {}
-        self.rows: list[dict[str, Any]] = []
+    def __init__(self, factory: OperatorReplicaFactory, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._factory = factory
         self._stored = 0  # rows in the record
-        self.attached = False
-        self.evaluated: dict[str, Any] = {}  # before the body that was running
+        self._evaluated: dict[str, Any] = {}  # before the body that was running
         self._warned = False
 
-    def start(self, engine: Engine) -> None:
+    def take_lease(self, name: str, orphan_s: float) -> Tenure:
+        """Become the driver, also after another object of this process: a notebook's cell is run
+        again."""
+        for engine in list(Engine.living):
+            tenure = getattr(engine.group, "tenure", None)
+            if tenure is not None and tenure.name == name:
+                tenure.leaves = True
+                engine.end_trainer(force=True)  # and its callbacks, and its hold on the folder of checkpoints
+        self.tenure = Tenure(name, orphan_s)
+        return self.tenure
+
+    # -- begin and end --------------------------------------------------------------------------------
+
+    def _start(self, engine: Engine) -> None:
         """Take over the workers of the last script, or start workers if there are none."""
-        record = self.tenure.record
-        if record.get(STATE):
-            self.before = pickle.loads(record[STATE])
-            self._check_equal(self.before["settings"])
-            self.rows = [pickle.loads(record[ROW.format(n)]) for n in range(self.before["rows"])]
-            self._stored = len(self.rows)
-        found = {each: self.before.get(each) for each in ("trained", "reached")}
+        self._engine, tenure, record = engine, self.tenure, self.tenure.record
+        self._settings = dict(_settings(self._factory, tenure.orphan_s))
+        before = pickle.loads(record[STATE]) if record.get(STATE) else {}
+        if before:
+            self._check_equal(before["settings"])
+        found = {each: before.get(each) for each in ("trained", "reached")}
+        tenure.leaves = False
         try:
-            self.attached = engine.attach(**found, recoveries=self.before.get("recoveries", ()))
+            self.attached = engine.attach(**found, recoveries=before.get("recoveries", ()))
+            if self.attached:
+                self._continue(before)
         except BaseException:
-            self.leave()
+            self._leave()
             raise
         if not self.attached:
-            if self.before:
+            if before:
                 logger.warning(
                     "the workers that the last script with the trainer %r left behind have ended. Starting new ones",
-                    self.tenure.name,
+                    tenure.name,
                 )
-            self.before, self.rows, self._stored = {}, [], 0
-            self.tenure.begin_again()  # before there are workers that would not fit the record
+            tenure.begin_again()  # before there are workers that would not fit the record
             engine.start()
-            return
-        self.evaluated, made = self.before["evaluated"], list(self.before["made"])
-        if engine.progress.loads > self.before["changes"]:  # it has ended before it could note a change
+
+    def _continue(self, before: Mapping[str, Any]) -> None:
+        """Continue where the last script was."""
+        engine, (loop, done), made = self._engine, before["place"], list(before["made"])
+        if engine.progress.loads > before["changes"]:  # it has ended before it could note a change
             made.append(Made("", None))
-        loop, done = self.before["place"]
-        self._place.resume(loop, done, made)
+        self.place.resume(loop, done, made)
+        self._evaluated, self._stored = before["evaluated"], before["rows"]
+        self.evaluated.update(self._evaluated)
         logger.warning(
             "attached to the %s of the trainer %r, in epoch %d after batch %d: training continues there, with the code of this "
             "script",
@@ -82,6 +98,7 @@ class NamedRun:
             engine.progress.epoch,
             engine.progress.batches,
         )
+        self.resume([pickle.loads(self.tenure.record[ROW.format(n)]) for n in range(self._stored)], before["wants"])
 
     def _check_equal(self, had: Mapping[str, str]) -> None:
         """Raise ConfigError if what must be the same in two scripts is not."""
@@ -97,8 +114,36 @@ class NamedRun:
                 f"{last}. Use that, choose another name, or end them with `raysgd end {self.tenure.name}`"
             )
 
-    def leave(self) -> None:
-        """Say what becomes of the workers, because the script has ended by an error."""
+    def begun(self, stop: Callable[..., None]) -> None:
+        self._stop = stop
+        atexit.register(self._at_exit)
+        if not self.attached:
+            self.commit()
+
+    def _at_exit(self) -> None:
+        """End the trainer with the script. A notebook never comes to its end: its process is
+        restarted."""
+        if self._engine.active:
+            self.note_exit(last_error())
+            if "ipykernel" in sys.modules and not self.tenure.leaves:
+                self._leave()
+            self._stop(force=True)
+
+    def note_exit(self, error: BaseException | None) -> None:
+        """Let the workers wait for the next script if it would take them over, and an error has
+        ended this one. A call with this error is in the record if `finally` has made calls after
+        it."""
+        super().note_exit(error)
+        if self._forget(error) and not self.tenure.superseded:
+            try:
+                self.commit()
+            except Exception as failed:
+                logger.warning("the record still has this error, so the next script gets it again: %s", failed)
+        if self.tenure.record and self._engine.active and not isinstance(error, SystemExit | None):
+            self._leave()
+
+    def _leave(self) -> None:
+        self.tenure.leaves = True
         if not self.tenure.superseded:
             logger.warning(
                 "the workers of the trainer %r keep its state, their CPUs and their GPUs for %g s (until %s). Run the script again to "
@@ -108,8 +153,29 @@ class NamedRun:
                 self.tenure.name,
             )
 
-    def warn_of_plain_loop(self, epochs: int) -> None:
-        """Warn, once, of a call of `train` that no loop over `epochs()` makes."""
+    def end(self) -> None:
+        atexit.unregister(self._at_exit)
+        super().end()
+
+    def _forget(self, error: BaseException | None) -> bool:
+        """Forget the newest call with an error, if this is the error, which has ended the script,
+        and the evaluations after it: the next script makes them again. Return whether there were
+        any after it."""
+        (known, made), calls = self.place.raised, self.place.made
+        at = next((number for number, each in enumerate(calls) if each is made), None)
+        while error is not None and error is not known:
+            error = error.__cause__ or error.__context__
+        if error is None or at is None or any(_trains(each) for each in calls[at + 1 :]):
+            return False
+        after = len(calls) - at - 1
+        del calls[at:]
+        return after > 0
+
+    # -- the loop -------------------------------------------------------------------------------------
+
+    def warn_of_plain_loop(self) -> None:
+        super().warn_of_plain_loop()
+        epochs = self._engine.progress.epoch
         if self.attached and epochs and not self._warned:
             self._warned = True
             logger.warning(
@@ -118,23 +184,29 @@ class NamedRun:
                 epochs,
             )
 
-    # -- the loop -------------------------------------------------------------------------------------
+    def begin_body(self, loop: int, done: int) -> int:
+        rows, self._evaluated = super().begin_body(loop, done), dict(self.evaluated)
+        if not (self.attached and self.place.is_resumed):  # otherwise the next script would begin with the last one
+            self.commit()
+        return rows
 
-    def begin_body(self, evaluated: dict[str, Any], engine: Engine, history: History, wants: list[bool]) -> None:
-        """Note that the body of a loop begins."""
-        self.evaluated = evaluated
-        if not (self.attached and self._place.is_resumed):  # otherwise the next script would begin with the last one
-            self.commit(engine, history, wants)
+    def _store(self, *, caught: bool = False) -> None:
+        """Store an error that was `caught`: a script that is started again would take the next call
+        for the one with the error."""
+        if not caught or (self.place.made and self.place.made[-1].call.startswith(RAISED)):
+            self._forget(last_error())
+            self.commit()
 
-    def commit(self, engine: Engine, history: History, wants: list[bool]) -> None:
+    def commit(self) -> None:
         """Store the state, the rows of the history that are new, and which callbacks want the loop
         to end. Raise SupersededError if another script has taken over. Without this, no script
         takes training over."""
-        first = max(self._stored - 1, 0)  # callbacks can have added an error to the newest one
-        rows = {ROW.format(first + n): dumps(row) for n, row in enumerate(history[first:])}
-        self._stored = len(history)
-        place = (self._place.loop, self._place.done)
-        body = {"place": place, "evaluated": self.evaluated, "made": self._place.made, "wants": wants}
+        engine, place, first = self._engine, self.place, max(self._stored - 1, 0)
+        # Callbacks can have added an error to the newest one.
+        rows = {ROW.format(first + n): dumps(row) for n, row in enumerate(self.history[first:])}
+        self._stored = len(self.history)
+        at = (place.loop, place.done)
+        body = {"place": at, "evaluated": self._evaluated, "made": place.made, "wants": self.wants}
         engines = {"trained": engine.trained, "recoveries": engine.recoveries, "reached": engine.reached}
         state = {"settings": self._settings, "rows": self._stored, "changes": engine.changes, **engines, **body}
         self.tenure.commit({**rows, STATE: dumps(state)})
@@ -175,20 +247,9 @@ def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
         yield name, re.sub(r" at 0x\w+", "", shown(ordered, 1 << 16))
 
 
-def new_tenure(name: str, orphan_s: float) -> Tenure:
-    """Become the driver of this trainer, also after another object of this process: a notebook's
-    cell is run again."""
-    for engine in list(Engine.living):
-        if getattr(engine.group, "trainer", None) == name:
-            engine.stop(force=True, leave=True)
-            engine.end_trainer(force=True)  # its callbacks, and its hold on the folder of checkpoints
-    return Tenure(name, orphan_s)
-
-
-def ended_by_itself() -> bool:
-    """Whether the script that ends now has come to its end, and not to an error. A notebook never
-    does: its process is restarted."""
-    return last_error() is None and "ipykernel" not in sys.modules
+def _trains(made: Made) -> bool:
+    """Whether a call has changed the state."""
+    return not made.call.startswith(RAISED) and (made.each is None or made.call.startswith("train("))
 
 
 def last_error() -> BaseException | None:

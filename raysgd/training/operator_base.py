@@ -10,7 +10,7 @@ from inspect import signature
 from typing import Any, Protocol
 
 from raysgd.config import at_least
-from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
+from raysgd.constants import NUM_SAMPLES
 from raysgd.core.average_meters import copy_metric
 from raysgd.core.metrics import OWN_NAMES, refuse_own_names
 from raysgd.core.sampling_plan import optimizer_steps
@@ -24,19 +24,9 @@ COUNTS = (
     "these metrics are pairs of whole numbers, with the number of samples second: %s. raysgd reads a pair as (mean, weight), so the "
     "result is the weighted mean of the first numbers. For the share of correct samples, return correct / total"
 )
-LENGTH_OF_PARTS = (
-    "%s returned num_samples=%d, which is the length of the batch itself, such as (features, target), but it has %d samples. Return "
-    "len(target), or leave num_samples out"
-)
 OTHER_SAMPLES = (
     "%s returned num_samples=%d for a batch of %d samples. Means weigh it by the first number, gradients by the second. Return the "
     "second. For a loss over tokens, pass self.backward(loss, count=tokens), and return (loss, tokens)"
-)
-TRAIN_MODE = "%s calls train() of a model. In the rest of this evaluation, dropout and BatchNorm act as in training. Leave that call out"
-COUNTS_STEPS = "the code of %s changes self.global_step, which raysgd counts. The change is ignored. Count in an attribute of your own"
-NO_SAMPLES = (
-    "num_samples was 0 in all batches of rank 0, so its means count none of them. Return the number of samples of a batch, or leave "
-    "num_samples out"
 )
 RANK_IN_SETUP = (
     "setup reads self.world_rank. setup runs once in each process, but ranks change when workers fail. What only rank 0 makes, such as "
@@ -182,8 +172,6 @@ class OperatorBase:
             if schedule is not None:
                 schedule.end()
             self._count(step, metrics, batch=batch)
-            if self.global_step != count:
-                self._internals.warn_once(COUNTS_STEPS, type(self).__name__)
             batch_idx += step.current.whole  # otherwise, another part of the same batch follows
             self.global_step = count = count + step.current.whole
         if schedule is not None:
@@ -201,12 +189,10 @@ class OperatorBase:
         internals.begin_metrics()
         name = "test_batch" if internals.testing else "validate_batch"
         method = getattr(self, name)
-        batch_idx, models = 0, [each for each in self._parts.models if not getattr(each, "training", True)]
+        batch_idx = 0
         for batch in val_iterator:
             step = internals.feed.step
             metrics = method(batch, {"batch_idx": batch_idx, **(info or {})})
-            if any(each.training for each in models):
-                internals.warn_once(TRAIN_MODE, f"{type(self).__name__}.{name}")
             self._count(step, metrics, name, batch)
             batch_idx += step.current.whole
         return self._summary()
@@ -370,10 +356,9 @@ class OperatorBase:
         values, meter = dict(metrics), self._internals.meter
         samples = values.pop(NUM_SAMPLES) if NUM_SAMPLES in values else self._samples_in(batch)
         known = step.current.samples
-        if type(samples) is int and known and samples != known:
-            text = LENGTH_OF_PARTS if _has_parts(batch, samples, known) else OTHER_SAMPLES
-            if text is LENGTH_OF_PARTS or (of == "train_batch" and step.count is None and self._exact):
-                self._internals.warn_once(text, f"{type(self).__name__}.{of}", samples, known)
+        other = type(samples) is int and known and samples != known
+        if other and of == "train_batch" and step.count is None and self._exact:
+            self._internals.warn_once(OTHER_SAMPLES, f"{type(self).__name__}.{of}", samples, known)
         weight = samples if step.current.fresh else 0
         try:
             if step.closing and not step.metrics:
@@ -415,8 +400,6 @@ class OperatorBase:
         found = dict(meter.summary())
         if meter.counts:
             self._internals.warn_once(COUNTS, ", ".join(sorted(meter.counts)))
-        if found[BATCH_COUNT] and not found[NUM_SAMPLES]:
-            self._internals.warn_once(NO_SAMPLES)
         return found
 
     def _need(self, method: str, *names: str) -> None:
@@ -430,13 +413,3 @@ class OperatorBase:
                     f"(self.model, self.optimizer, self.criterion = self.register(...)), or override {method}"
                 )
         self._complete_for.add(method)
-
-
-def _has_parts(batch: Any, parts: int, samples: int) -> bool:
-    """Whether a batch, such as (features, target), has so many parts of so many samples."""
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
-    return len(values) == parts and any(_length_of(each) == samples for each in values)
-
-
-def _length_of(value: Any) -> int | None:
-    return len(value) if hasattr(value, "__len__") and getattr(value, "shape", None) != () else None

@@ -45,7 +45,7 @@ class Place:
     def __init__(self) -> None:
         self.loop = self.done = 0
         self.made: list[Made] = []
-        self._raised: tuple[BaseException | None, Made | None] = None, None  # the newest error of a call
+        self.raised: tuple[BaseException | None, Made | None] = None, None  # the newest error of a call
         self._resumed: tuple[int, int] | None = None
         self._before: list[Made] = []  # of the body that an earlier script has not ended
         self._left: list[Made] = []  # those that this one has not come to yet
@@ -57,7 +57,7 @@ class Place:
 
     def begin_body(self, loop: int, done: int) -> int:
         """Note that a body begins. Return how many rows the history has of it already."""
-        self.loop, self.done, self.made, self._raised = loop, done, [], (None, None)
+        self.loop, self.done, self.made, self.raised = loop, done, [], (None, None)
         self._left = list(self._before) if self.is_resumed else []
         return sum(each.each is not None for each in self._left)
 
@@ -93,22 +93,8 @@ class Place:
         if not isinstance(error, Exception) or (isinstance(error, RaysgdError) and kind is not NonFiniteError):
             return
         made = Made(RAISED + call, [kind.__module__, kind.__qualname__, text_of(error)])
-        self._raised = error, made
+        self.raised = error, made
         self.note(made)
-
-    def forget(self, error: BaseException | None) -> bool:
-        """Forget the newest call with an error, if this is the error, which has ended the script,
-        and the evaluations after it: the next script makes them again. Return whether there were
-        any after it."""
-        known, made = self._raised
-        place = next((number for number, each in enumerate(self.made) if each is made), None)
-        while error is not None and error is not known:
-            error = error.__cause__ or error.__context__
-        if error is None or place is None or any(_trains(each) for each in self.made[place + 1 :]):
-            return False
-        after = len(self.made) - place - 1
-        del self.made[place:]
-        return after > 0
 
     def as_json(self) -> list[Any]:
         """The calls of this body for the record of a checkpoint."""
@@ -116,11 +102,6 @@ class Place:
             [each.call, for_json(each.result, strict=False), for_json(each.each, strict=False), each.stop, each.places]
             for each in self.made
         ]
-
-
-def _trains(made: Made) -> bool:
-    """Whether a call has changed the state."""
-    return not made.call.startswith(RAISED) and (made.each is None or made.call.startswith("train("))
 
 
 def _make_error_again(call: str, module: str, name: str, text: str) -> Exception:

@@ -4,7 +4,6 @@ metrics. Worker."""
 from __future__ import annotations
 
 import logging
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -16,7 +15,6 @@ from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import DataLoaderFailure, Interrupted, TrainAgain
 from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
-from raysgd.core.rank_comparison import Summary
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.training.evaluation import Evaluations
@@ -35,7 +33,6 @@ from raysgd.training.writing import Asking
 
 logger = logging.getLogger("raysgd")
 
-COMPARED_STEPS = 50  # after so many steps of a run, the ranks' weights are compared
 WITHIN_EPOCH = (
     "this loop begins within epoch %d of the data, which an earlier call has begun: its first epoch is the rest of it, from batch %d of "
     "%d. For complete epochs, call train() before the loop, or create another trainer"
@@ -81,11 +78,10 @@ class ReplicaBase(ABC):
         self.sources: dict[str, Any] = {}  # by phase
         self.results = self._make_results()
         self.evaluations = {kind: Evaluations(kind) for kind in PHASES.values()}
+        self._has_begun = False  # the running call, and not only what comes before each
         self._joined_at = 0  # the step before which it joined a running group
         self.undefined = False  # a load has begun to change the state, and has not completed that
         self.snapshots = Snapshotter(settings.snapshot_every, control)
-        # The step after which the driver gets a summary of the weights, and whether it has got one.
-        self.summary_at, self._summarized = math.inf, False
 
     @classmethod
     @abstractmethod
@@ -102,9 +98,10 @@ class ReplicaBase(ABC):
         return self.internals.rank_info.world_rank
 
     def run(self, call: Call) -> Any:
-        self.control.phase = call.name
+        self.control.phase, self._has_begun = call.name, False
         try:
             self._begin_call()
+            self._has_begun = True
             return self._make_change(call) if call.change else call.method(self, **call.arguments)
         except DataLoaderFailure as failure:
             name = self.data_names[PHASES.get(call.name, "train")]
@@ -142,7 +139,6 @@ class ReplicaBase(ABC):
         epochs: int | None = None,
         counts: bool = False,
         reduced: bool = True,
-        compares: bool = False,
         most: int | None = None,
     ) -> Any:
         """Train the rest of the epoch, or of `num_steps`, from the current position; in a call that
@@ -150,7 +146,7 @@ class ReplicaBase(ABC):
         if checkpoints are made between the batches. The call `continues` the one in which the
         loaded checkpoint was made. It belongs to a loop over `epochs`, if there is one, or `begins`
         it. With `counts`, its `num_steps` are an epoch. Unless results are `reduced`, the operator
-        may return any object. The driver `compares` the ranks' weights."""
+        may return any object."""
         position, operator, internals = self.position, self.operator, self.internals
         new = position.is_new(call, continues=continues)
         if new:
@@ -158,8 +154,6 @@ class ReplicaBase(ABC):
         done = not position.open_call(call)
         if new and (counts or (position.counted and num_steps is None)):
             position.count_call(num_steps or 1)
-        if compares and not self._summarized and self.internals.rank_info.world_size > 1:
-            self.summary_at = position.step + COMPARED_STEPS  # the same on all ranks, as none has sent one
         if done:  # the rank that was the first when the call ended may have failed before it sent its snapshot
             self.snapshots.take(self)
             return Measured({"epoch": position.users_epoch}, position.call_units)
@@ -205,9 +199,6 @@ class ReplicaBase(ABC):
 
     def report(self, feed: Feed) -> None:
         progress = replace(self.position.progress(feed.call), batches=feed.position.call_batches)
-        if feed.training and self.position.step >= self.summary_at:
-            progress = replace(progress, summary=self.summarize())
-            self.summary_at, self._summarized = math.inf, True
         partial = self.results.to_report()
         if feed.training:
             partial = replace(partial or Measured(), pace=self.internals.pace.sums())
@@ -244,10 +235,6 @@ class ReplicaBase(ABC):
 
         stack.push(ended)
         return stack
-
-    def summarize(self) -> str:
-        """Summarize the weights, as text."""
-        return self._summary().as_text()
 
     def _end_call(self) -> None:
         """Note that a call of `train` is done."""
@@ -327,7 +314,7 @@ class ReplicaBase(ABC):
     # -- state ----------------------------------------------------------------------------------------
 
     def partial(self) -> Measured:
-        return self.results.so_far()
+        return self.results.so_far() if self._has_begun else Measured()
 
     def positions(self) -> dict[str, Any]:
         """The part of the state that says where this replica is in its data."""
@@ -387,11 +374,6 @@ class ReplicaBase(ABC):
     def agree_on_snapshot(self, due: bool) -> bool:
         """Return whether a snapshot in an epoch is due, if it is or is not on this rank."""
         return due
-
-    def _summary(self) -> Summary:
-        """What this rank reports for a comparison with the other ranks. Only where the driver asks
-        for it."""
-        raise NotImplementedError
 
     @abstractmethod
     def _make_results(self) -> Results:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,6 @@ from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core.metrics import (
     COUNTED,
     OWN_NAMES,
-    SECONDS,
     SKIPPED,
     Measured,
     check_metrics,
@@ -42,14 +40,13 @@ NO_STEP = (
 
 
 class Results(ABC):
-    """Owns where the running part of a call of `train` began, and makes the results of calls: from
-    what the operator returns, its metrics, and what a framework adds."""
+    """Owns what was committed before the running part of a call of `train`, and makes the results
+    of calls: from what the operator returns, its metrics, and what a framework adds."""
 
     how_to_step: ClassVar[str]  # in a user's batch method
 
     def __init__(self, operator: Any, internals: Internals) -> None:
         self._operator, self._internals = operator, internals
-        self._began: float | None = None  # when the running part of a call of `train` began
         self._units_before, self._drawn_before = 0, 0.0  # what was committed before this part of the call
         self._steps_before: Any = None  # what `steps_made` returned when the call began
 
@@ -60,7 +57,6 @@ class Results(ABC):
         internals.end_loop()
         internals.begin_metrics()
         internals.testing = phase == "test"
-        self._began = time.perf_counter() if phase == "train" else None
         if phase == "train":
             self.begin_part()
             self._steps_before = self.steps_made() if new_call else self._steps_before
@@ -103,12 +99,8 @@ class Results(ABC):
         return Measured(metrics, position.call_units, drawn, self.batch_mode())
 
     def _counts(self) -> dict[str, Any]:
-        """What the running call has that is not the operator's metrics: counts, and what callbacks
-        measure."""
-        if self._began is None or "seconds" not in self._internals.settings.measures:
-            return {}
-        waited = self._internals.feed.waited_s
-        return {SECONDS["data"]: waited, SECONDS["compute"]: time.perf_counter() - self._began - waited}
+        """The counts of the running call that are not the operator's metrics."""
+        return {}
 
     def of_call(self, result: Any, profile: bool, phase: Phase, reduced: bool) -> Measured:
         """The result of a call on this rank."""

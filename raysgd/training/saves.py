@@ -150,10 +150,8 @@ class _Save:
     thread gives the draft its name, or drops it. `seen` says whether the user has seen the
     error."""
 
-    def __init__(
-        self, draft: DraftOfSave, transfer: Callable[[], TransferProtocol], stall_s: float, on_saved: Callable[[], None]
-    ) -> None:
-        self.draft, self._transfer, self._stall_s, self._on_saved = draft, transfer, stall_s, on_saved
+    def __init__(self, draft: DraftOfSave, transfer: Callable[[], TransferProtocol], stall_s: float) -> None:
+        self.draft, self._transfer, self._stall_s = draft, transfer, stall_s
         self.done: Future[None] = Future()
         self.seen = False
         self._transfers: list[TransferProtocol] = []
@@ -189,7 +187,6 @@ class _Save:
             self._end(error)
             raise
         logger.info("saved the checkpoint %s", self.draft.where)  # before a caller who waits continues
-        self._on_saved()
         self._end(None)
 
     def wait_for_reports(self) -> None:
@@ -245,11 +242,10 @@ def _report_of(given: Future[Report | None]) -> Report:
 
 
 class Saves:
-    """Owns the saves that are still running. `on_saved` is called when a checkpoint is complete, by
-    any thread."""
+    """Owns the saves that are still running."""
 
-    def __init__(self, engine: Engine, on_saved: Callable[[], None]) -> None:
-        self._engine, self._on_saved = engine, on_saved
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._running: list[_Save] = []
 
     def save(self, path: str | os.PathLike[str], *, blocking: bool = True) -> str | SaveHandle:
@@ -268,7 +264,7 @@ class Saves:
         the background, this many of them report."""
         check_flags(blocking=blocking)
         stall_s = stall_s or max(self._engine.limits.hang_s, STALL_AT_LEAST_S)
-        save = _Save(draft, self._engine.group.transfer, stall_s, self._on_saved)
+        save = _Save(draft, self._engine.group.transfer, stall_s)
         concurrent.futures.wait([each.done for each in self._running if each.draft.where == draft.where])
         job = Job(
             Call(method),
@@ -293,7 +289,7 @@ class Saves:
         """Begin a save that the workers make in the middle of a call. Return the arguments of
         `writing.save`. The caller looks for errors."""
         stall_s = max(self._engine.limits.hang_s, STALL_AT_LEAST_S)
-        save = _Save(FileDraft(locations.place_to_save(path)), self._engine.group.transfer, stall_s, self._on_saved)
+        save = _Save(FileDraft(locations.place_to_save(path)), self._engine.group.transfer, stall_s)
         return save.begin(1, later=True), self._in_background(save)
 
     @staticmethod

@@ -22,8 +22,7 @@ class ReplicaSettings:
     alone        whether this operator works without them, in the driver's process
     threads      how many cores a worker may use; None: all
     seed         the trainer's `seed`
-    elastic      the trainer's: `batch` and `lr` are for replicas
-    measures     what the workers measure for callbacks: `MEASURES` of raysgd.callbacks.monitors
+    elastic      the trainer's
     wanted       metrics that are looked for after the first batch, and which argument of the
                  trainer names each
     """
@@ -35,7 +34,6 @@ class ReplicaSettings:
     threads: int | None = None
     seed: int | None = None
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
-    measures: frozenset[str] = frozenset()
     wanted: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -49,11 +47,6 @@ class ReplicaSettings:
     def distributed(self) -> bool:
         """Whether there can be others to work with."""
         return self.num_workers > 1 and not self.alone
-
-    @property
-    def compares(self) -> bool:
-        """Whether the weights of the ranks are compared."""
-        return False
 
     @property
     def snapshot_every(self) -> Any:

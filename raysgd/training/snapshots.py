@@ -55,7 +55,7 @@ class Snapshotter:
     def due_after_batch(self, step: int, *, before: int) -> bool:
         """Whether a snapshot is due, now that `step` batches are committed, and not only the
         `before` ones. With a number of batches, that is so on all ranks or on none, whatever each
-        has done earlier, because shards are kept together."""
+        has done earlier."""
         every = self._every
         if not self.within_epochs:
             return False

@@ -28,11 +28,9 @@ class LoopOwner(Protocol):
     internals: Internals
 
     snapshots: Snapshotter
-    summary_at: float
 
     def report(self, feed: Feed) -> None:
-        """Send the progress to the driver, after the step `summary_at` with a summary of the
-        weights."""
+        """Send the progress to the driver."""
 
 
 class Batches:
@@ -99,7 +97,7 @@ class StepLoop:
         feed.failure = step.error = (
             None  # a traceback would keep the process group that ends, and be kept by its own frames
         )
-        self._owner.internals.end_loop(feed.waited_s)
+        self._owner.internals.end_loop()
         if failure is not None and not failed:
             raise failure  # the user's loop caught it, but the data has not ended
 
@@ -119,7 +117,7 @@ class StepLoop:
         if not counts:
             return
         owner = self._owner
-        if (feed.training and position.step >= owner.summary_at) or self._control.due(last=failed):
+        if self._control.due(last=failed):
             owner.report(feed)
         if owner.snapshots.within_epochs and feed.training and not failed:
             owner.snapshots.take_if_due(owner, feed, before)

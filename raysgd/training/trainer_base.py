@@ -3,7 +3,6 @@ Driver."""
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import time
@@ -33,7 +32,6 @@ from raysgd.training.call_runner import exclusive
 from raysgd.training.description import GivenConfig, RunDescription, build
 from raysgd.training.loads import Loads
 from raysgd.training.loops import CallOfTrain, EpochLoops
-from raysgd.training.named import ended_by_itself, last_error
 from raysgd.training.replica_base import ReplicaBase
 from raysgd.training.saves import SaveHandle, Saves
 from raysgd.training.seeding import DrawnAnew
@@ -61,7 +59,7 @@ class TrainerBase(ABC):
         self._engine, self._calls = engine, calls = build(described)
         engine.belong_to(self.shutdown)
         self._factory, self.config = described.factory, GivenConfig(described.config)
-        self._saves, self._folder = Saves(engine, calls.note_saved), described.folder
+        self._saves, self._folder = Saves(engine), described.folder
         self._loads = self._make_loads(calls.drawn_anew)
         self._predictions = 0  # that this script has made
         self._asked: TransferProtocol | None = None  # by workers, in the middle of a call
@@ -73,19 +71,14 @@ class TrainerBase(ABC):
             within=self._call_of_train(engine),
             stop=calls.take_stop,
             not_finite=self._not_finite,
-            begun=self._begin_body,
+            begun=calls.begin_body,
             script=lambda: {"made": calls.place.as_json(), "wants": calls.wants},
         )
         calls.start(engine)
-        if calls.named is not None:
-            atexit.register(self._at_exit)
         if self.attached:
-            assert calls.named is not None
-            calls.evaluated.update(calls.named.evaluated)
             self._loops.attach(calls.place.loop, calls.place.done)
         self._begin()
-        if calls.named is not None and not self.attached:
-            calls.named.commit(engine, calls.history, calls.wants)
+        calls.begun(self._stop)
 
     if not TYPE_CHECKING:  # which must still find a name that does not exist
 
@@ -96,26 +89,13 @@ class TrainerBase(ABC):
                 explain_missing(error)
                 raise
 
-    def _begin_body(self, loop: int, done: int) -> int:
-        calls = self._calls
-        rows = calls.place.begin_body(loop, done)
-        if calls.named is not None:
-            calls.named.begin_body(dict(calls.evaluated), self._engine, calls.history, calls.wants)
-        return rows
-
-    def _at_exit(self) -> None:
-        """End the workers of a trainer with a name, unless the script ends by an error."""
-        if self._engine.active:
-            self._calls.note_exit(self._engine, last_error())
-            self._stop(force=True, leave=not ended_by_itself())
-
     def _make_loads(self, drawn_anew: DrawnAnew) -> Loads:
         return Loads(self._engine, drawn_anew)
 
     @property
     def attached(self) -> bool:
         """Whether this trainer has taken over the workers of a script that has ended."""
-        return self._calls.named is not None and self._calls.named.attached
+        return self._calls.attached
 
     def _begin(self) -> None:
         """Load the newest automatic checkpoint, if there is one and it is wanted."""
@@ -131,8 +111,8 @@ class TrainerBase(ABC):
             else:
                 logger.warning("training starts from the beginning: there is no checkpoint in %s", self._folder)
         except BaseException as error:
-            self._calls.note_exit(self._engine, error)
-            self._stop(force=True, leave=self.attached)
+            self._calls.note_exit(error)
+            self._stop(force=True)
             raise
 
     # -- the loop -------------------------------------------------------------------------------------
@@ -270,9 +250,8 @@ class TrainerBase(ABC):
         arguments = {"num_steps": num_steps, "profile": profile, "info": self._packed(info and dict(info)), **more}
         self._saves.raise_failed()
         arguments |= self._loops.begin_call(num_steps)
-        arguments["compares"] = compares = self._factory.settings.compares
         if self._loops.epochs is None:
-            self._calls.warn_of_plain_loop(self._engine.progress.epoch)
+            self._calls.warn_of_plain_loop()
         return Job(
             Call(ReplicaBase.train, arguments),
             again="resume",
@@ -280,7 +259,6 @@ class TrainerBase(ABC):
             max_failures=max_retries,
             prepare=partial(self._loops.begin_part, self._loops.call),
             is_waiting=self._loops.is_answering,
-            compare=Call(ReplicaBase.summarize) if compares else None,
         )
 
     @exclusive
@@ -469,19 +447,14 @@ class TrainerBase(ABC):
         nothing; any other call afterwards raises an error."""
         self._stop(force=force)
 
-    def _stop(self, *, force: bool, leave: bool = False) -> None:
-        """End the workers; with `leave`, let them wait for the next script."""
-        if self._calls.named is not None:
-            atexit.unregister(self._at_exit)
-            if leave and self._engine.active:
-                self._calls.named.leave()
+    def _stop(self, *, force: bool) -> None:
         try:
             self._loops.close(force=force)
             if not force:
                 self._saves.finish()
         finally:  # Ctrl-C may end the wait for the saves
             try:
-                self._engine.stop(force=force, leave=leave)
+                self._engine.stop(force=force)
                 self._saves.abandon()
             finally:
                 self._calls.end()
@@ -494,8 +467,5 @@ class TrainerBase(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._calls.note_exit(self._engine, error)
-        if self._calls.named is not None and kind is not None and not issubclass(kind, SystemExit):
-            self._stop(force=True, leave=True)
-        else:
-            self.shutdown(force=kind is not None)
+        self._calls.note_exit(error)
+        self.shutdown(force=kind is not None)

@@ -135,7 +135,7 @@ class Asking:
                 self._save(replica, **reply.arguments)
         except NoDriver as error:
             if replica.saves_together:
-                raise  # the other ranks may be waiting for this one's shards, or dicts of parts
+                raise  # the other ranks may be waiting for what this one adds
             logger.info("no checkpoint is made until workers change, because the driver does not answer: %s", error)
             reply = Reply(math.inf)
         self.step = reply.step

@@ -21,13 +21,13 @@ from raysgd.core.connection import ControlAddress
 from raysgd.core.messages import PerformCall
 from raysgd.core.outcomes import Outcome, WorkerFailed
 from raysgd.core.protocols import ProcessGroupBackend
-from raysgd.storage.durable import own_folder, private_place
+from raysgd.storage.durable import own_folder
 from raysgd.workers.calls import unpickle_parts
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.gpu_faults import find_fault
 from raysgd.workers.keeper import WorkerTenure
+from raysgd.workers.orphan import NamedHost
 from raysgd.workers.replica_host import ReplicaHost
-from raysgd.workers.user_code import UserCode, add_to_path, install
 
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # options of glibc's `mallopt`
@@ -61,7 +61,7 @@ class WorkerActor:
             if tenure is not None:
                 self._driver_ended()
             raise
-        self._host = ReplicaHost(backend, self._client.control)
+        self._host = (ReplicaHost if tenure is None else NamedHost)(backend, self._client.control)
         self._host.find_fault = find_fault
         self._client.holds_state = lambda: self._host.holds_state
         if tenure is not None:
@@ -71,14 +71,6 @@ class WorkerActor:
         _keep_freed_memory()
         _share_temporary_folder()
         _end_forks_with_this_process()
-
-    def install(self, code: UserCode) -> None:
-        """Let this process import the user's modules, which this machine may not have."""
-        # Not in Ray's session folder, in which every user may rename other users' folders.
-        install(code, private_place("code"))
-
-    def add_to_path(self, folders: list[str], first: int) -> None:
-        add_to_path(folders, first)
 
     def adopt(self, address: ControlAddress, term: int) -> None:
         """Leave the driver, and connect to the one of a newer term."""

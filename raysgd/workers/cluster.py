@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 from raysgd.config import WorkerResources
@@ -18,6 +19,7 @@ from raysgd.errors import ClusterError, ConfigError, ResourceError, described
 from raysgd.workers import foreign, lasting_cluster
 from raysgd.workers.fork_server import command_to_fork, start_fork_server
 from raysgd.workers.ray_control_service import GcsQuery, ask, gcs_limit_s, require_ray
+from raysgd.workers.serialization import is_installed
 from raysgd.workers.worker_group import Room
 
 logger = logging.getLogger("raysgd")
@@ -226,25 +228,34 @@ def _join(address: str, found: bool) -> None:
             "RAY_ADDRESS=local to start one of your own instead",
             address,
         )
-    _probe(address, found)
+    folder = folder_of_script() if _probe(address, found) else None
+    environment = {"working_dir": str(folder)} if folder is not None else None
     try:
-        context: Any = ray.init(address=address, logging_level=logging.WARNING)
+        context: Any = ray.init(address=address, logging_level=logging.WARNING, runtime_env=environment)
     except Exception as error:
         raise ClusterError(_not_joined(address, found, f"failed ({described(error)})")) from error
     logger.info("connected to the Ray cluster at %s", context.address_info.get("gcs_address", address))
 
 
-def _probe(address: str, found: bool) -> None:
-    """Raise `ClusterError` within seconds if the cluster does not answer: Ray's own client waits
-    for minutes, and then ends this process. Afterwards this process sends the token of a cluster
-    that was found on this machine."""
+def folder_of_script() -> Path | None:
+    """The folder with the script's own modules: the first of `sys.path` that is not installed."""
+    folders = (Path(entry or ".").resolve() for entry in sys.path)
+    return next((each for each in folders if each.is_dir() and not is_installed(str(each))), None)
+
+
+def _probe(address: str, found: bool) -> bool:
+    """Return whether the cluster has other machines, to which Ray does not bring the script's
+    modules by itself. Raise `ClusterError` within seconds if it does not answer: Ray's own client
+    waits for minutes, and then ends this process. Afterwards this process sends the token of a
+    cluster that was found on this machine."""
     if found:
         foreign.use_token_if_available()
     if JOB_CONFIG in os.environ or ":" not in address:  # Ray itself has started a submitted job in its cluster
-        return
+        return False
     answer = foreign.probe_gcs(address, JOIN_S)
-    if answer != "ok":
+    if answer not in ("ok", "others"):
         raise ClusterError(_not_joined(address, found, NOT_JOINED.get(answer, f"failed: {answer}")))
+    return answer == "others"
 
 
 def _not_joined(address: str, found: bool, why: str) -> str:

@@ -233,7 +233,7 @@ class ControlClient:
             self.control.confirm()
         elif isinstance(message, messages.StackRequest):
             frames, control = tuple(self._stack()), self.control
-            self._send(messages.StackReport(message.round, frames, control.phase, control.batch, control.place(frames)))
+            self._send(messages.StackReport(message.round, frames, control.phase, control.batch))
         elif isinstance(message, messages.KillProcess):
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.kill(message.pid, signal.SIGKILL)

@@ -30,11 +30,11 @@ try:
 except ImportError:
     print("PROBE ok")
 else:
-    alive = {node.hex() for node, info in nodes.items() if info.state == 0}
-    print("PROBE", "ok" if alive & set(find_node_ids()) else "no node")
+    alive, here = {node.hex() for node, info in nodes.items() if info.state == 0}, set(find_node_ids())
+    print("PROBE", "no node" if alive.isdisjoint(here) else "ok" if alive <= here else "others")
 """
 PROBED = re.compile(
-    r"PROBE (?P<end>ok|no node)|(?P<token>Unauthenticated|AuthToken|Authentication)|(?P<silent>Failed to connect)"
+    r"PROBE (?P<end>ok|others|no node)|(?P<token>Unauthenticated|AuthToken|Authentication)|(?P<silent>Failed to connect)"
 )
 
 
@@ -53,8 +53,9 @@ def find_clusters() -> list[str]:
 
 
 def probe_gcs(address: str, limit_s: float) -> str:
-    """Ask a GCS: "ok" if one answers there, "token" if it refuses this process's token, "no node"
-    if none of its nodes is on this machine, and otherwise what happened."""
+    """Ask a GCS: "ok" if one answers there, "others" if it does and has nodes on other machines
+    too, "token" if it refuses this process's token, "no node" if none of its nodes is on this
+    machine, and otherwise what happened."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             [sys.executable, "-c", PROBE, address], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT

@@ -26,7 +26,7 @@ class InlineGroup:
     """Owns the worker, which runs each call inside `submit`. Progress goes directly to `listener`,
     because `poll` cannot be called meanwhile. The interface is that of `RayGroup`."""
 
-    elastic = False
+    elastic, term = False, 0
 
     def __init__(self, backend: ProcessGroupBackend) -> None:
         self.listener: Callable[[Event], None] = lambda event: None
@@ -103,7 +103,7 @@ class InlineGroup:
     def releasing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def stop(self, *, leave: bool = False) -> None:
+    def stop(self) -> None:
         if self._launched:
             self.dismiss(self._worker)
         self._rows = {}  # reading a dataset ends with the last reference to its reader

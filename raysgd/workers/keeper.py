@@ -68,11 +68,12 @@ class KeeperActor:
 
 class Tenure:
     """Owns this driver's term, and the thread that renews its lease. `record` is what the newest
-    driver has committed, in parts."""
+    driver has committed, in parts. `leaves` is whether the workers stay when this driver ends:
+    otherwise, the trainer ends with them."""
 
     def __init__(self, name: str, orphan_s: float) -> None:
         self.name, self.orphan_s = name, orphan_s
-        self._over, self.superseded = threading.Event(), False
+        self._over, self.superseded, self.leaves = threading.Event(), False, True
         self.on_renewed: Callable[[], None] = lambda: None
         self.on_superseded: Callable[[], None] = lambda: None
         self._renewed_at = boot_time()
@@ -205,12 +206,12 @@ class Tenure:
         self._taken += found
         return found
 
-    def stop(self, *, end: bool) -> None:
-        """Renew no longer. With `end`, the trainer has ended, and so does its keeper."""
+    def stop(self) -> None:
+        """Renew no longer. The keeper ends with the trainer."""
         import ray
 
         self._over.set()
-        if end and not self.superseded and ray.is_initialized():
+        if not (self.leaves or self.superseded) and ray.is_initialized():
             ray.kill(self._keeper)
 
 
@@ -235,7 +236,8 @@ def end_trainer(name: str) -> int:
     workers = tenure.find_left_workers()
     for worker in workers.values():
         ray.kill(worker)
-    tenure.stop(end=True)
+    tenure.leaves = False
+    tenure.stop()
     return len(workers)
 
 

@@ -1,16 +1,23 @@
-"""Free the main thread of a worker whose driver has ended, or does not answer, and end an orphan to
-which no other driver comes. Worker."""
+"""Free the main thread of a worker whose driver has ended, or does not answer. Keep what the worker
+has for another driver, and end it if none comes. Worker."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 from raysgd.core import messages
 from raysgd.core.lease import LEASE_S
+from raysgd.core.outcomes import Outcome
+from raysgd.core.protocols import ReplicaFactory
+from raysgd.core.ranks import RankInfo
+from raysgd.workers.replica_host import ReplicaHost
 
 # How long an orphan stays in its process group, because its peers need it for the step that it has completed.
 LINGER_S = 2.0
@@ -94,3 +101,60 @@ class DriverContact:
             yield
         finally:
             self.waited_on = None
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a worker has for the next driver, when its own has ended.
+
+    rank_info  in the newest generation that it has joined
+    call       the number of the newest call that trained
+    parts      how each part of that call has ended here, after the number of its generation
+    """
+
+    rank_info: RankInfo
+    call: int
+    parts: list[tuple[int, Outcome]]
+
+
+class NamedHost(ReplicaHost):
+    """Owns what is `Left`, and the training's state while no replica has it."""
+
+    _kept: Any = None
+    _left = Left(RankInfo(), -1, [])
+
+    def perform(self, verb: str, arguments: dict[str, Any]) -> Outcome:
+        call = (arguments or self._given)["call"] if verb == "run" else None
+        outcome = super().perform(verb, arguments)
+        if call is not None and call.name == "train":
+            number, left = call.arguments["call"], self._left
+            before = left.parts if number == left.call else []
+            self._left = replace(left, call=number, parts=[*before, (left.rank_info.generation, outcome)])
+        return outcome
+
+    @property
+    def holds_state(self) -> bool:
+        return self._kept is not None or super().holds_state
+
+    def _joined(self, rank_info: RankInfo) -> None:
+        if not rank_info.solo:
+            self._left = replace(self._left, rank_info=rank_info)
+        super()._joined(rank_info)
+
+    def _attach(self, factory: ReplicaFactory) -> Left | None:
+        """Leave the group of a driver that has ended. Return what the next one continues with, if
+        this worker has the training's state: then a replica of the next one's code gets it. If that
+        raises an error, the state is kept for another driver."""
+        self._backend.leave()
+        if self.holds_state and self._backend.in_place:
+            if self._replica is not None:
+                self._kept = self._replica.state()
+                self._replica.close()
+                self._replica = None
+                gc.collect()  # the new one needs the memory of its model
+            self._warm(None, factory, RankInfo(solo=True), {})
+            assert self._replica is not None
+            replica, self._replica = self._replica, None
+            getattr(replica, "take_over", replica.load)(self._kept)
+            self._replica, self._kept, self._lacks_state = replica, None, False
+        return self._left if self.holds_state else None

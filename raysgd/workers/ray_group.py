@@ -38,7 +38,6 @@ from raysgd.workers.processes import LocalProcess, end_all
 from raysgd.workers.ray_control_service import GcsQuery, gcs_limit_s, require_ray
 from raysgd.workers.serialization import dumps
 from raysgd.workers.transfer import Transfer
-from raysgd.workers.user_code import UserCode, find_user_folders, pack_modules
 from raysgd.workers.worker_group import Room
 
 logger = logging.getLogger("raysgd")
@@ -89,9 +88,8 @@ class RayGroup:
 
         cluster.ensure_cluster(resources)
         self.listener: Callable[[Event], None] = lambda event: None
-        self._backend, self._resources, self._tenure = backend, resources, tenure
-        self._term = 0 if tenure is None else tenure.term
-        self.trainer = None if tenure is None else tenure.name
+        self._backend, self._resources, self.tenure = backend, resources, tenure
+        self.term = 0 if tenure is None else tenure.term
         self._handles: dict[str, _Handle] = {}
         self._calls = itertools.count(1)
         self._newest: tuple[Any, bytes] = (None, b"")  # arguments, and the form in which they are sent
@@ -100,8 +98,6 @@ class RayGroup:
         self._ready: list[Event] = []
         self._here = ray.get_runtime_context().get_node_id()
         self._actor_class = ray.remote(WorkerActor)
-        self._folders, self._first = find_user_folders(ray.get_runtime_context().runtime_env)
-        self._code: UserCode | None = None  # the modules in these folders, once a worker on another machine needs them
         self._dealers: dict[str, Any] = {}
         self._given: dict[str, Any] = {}
         self._mark = uuid.uuid4().hex[:8]  # for unique names of actors
@@ -141,8 +137,8 @@ class RayGroup:
                 max_restarts=0,
                 max_task_retries=0,
                 runtime_env=environment,
-                **({} if self._tenure is None else self._tenure.options(worker)),
-            ).remote(worker, address, self._backend, None if self._tenure is None else self._tenure.for_workers())
+                **({} if self.tenure is None else self.tenure.options(worker)),
+            ).remote(worker, address, self._backend, None if self.tenure is None else self.tenure.for_workers())
             self._handles[worker] = _Handle(actor)
             # This call fails if the process ends before it has connected, which nothing else would report.
             actor.__ray_ready__.remote().future().add_done_callback(partial(self._up, worker))
@@ -150,17 +146,17 @@ class RayGroup:
         return workers
 
     def _check(self) -> None:
-        if self._tenure is not None:
-            self._tenure.check()
+        if self.tenure is not None:
+            self.tenure.check()
 
     def adopt(self) -> list[str]:
         """Let the workers that another driver has left connect to this one, each when it has ended
         what it does."""
-        found = {} if self._tenure is None else self._tenure.find_left_workers()
+        found = {} if self.tenure is None else self.tenure.find_left_workers()
         self.control.expected_workers = len(found)
         for worker, actor in found.items():
             self._handles[worker] = _Handle(actor)
-            taken = actor.adopt.remote(self.control.address_for_workers(), self._term)
+            taken = actor.adopt.remote(self.control.address_for_workers(), self.term)
             taken.future().add_done_callback(partial(self._up, worker))
         return list(found)
 
@@ -187,7 +183,7 @@ class RayGroup:
         """Let the worker's main thread perform the calls that arrive on its control connection."""
         handle = self._handles.get(worker)
         if handle is not None and not handle.ended and self.control.is_connected(worker):
-            handle.actor.serve.remote(self._term).future().add_done_callback(partial(self._served, worker))
+            handle.actor.serve.remote(self.term).future().add_done_callback(partial(self._served, worker))
 
     def _packed(self, verb: str, arguments: dict[str, Any]) -> tuple[bytes, list[memoryview]]:
         """Pickle the verb with its arguments, in parts. The engine passes the same dictionary for
@@ -223,7 +219,7 @@ class RayGroup:
     def poll(self, timeout: float) -> list[Event]:
         """Collect what has happened, and wait up to `timeout` for the first event. An error here
         (no room for a dealer, Ctrl-C) loses at most the event that it belongs to."""
-        if self._tenure is not None and self._tenure.superseded:
+        if self.tenure is not None and self.tenure.superseded:
             self._check()
         with contextlib.suppress(queue.Empty):
             self._arrived.append(self._events.get(timeout=timeout if not self._arrived else 0.0))
@@ -264,7 +260,6 @@ class RayGroup:
         if isinstance(event, WorkerStarted):
             handle.node, handle.pid = event.node, event.pid
             handle.process = LocalProcess(event.pid) if event.node == self._here else None
-            self._provide_modules(event.worker, handle)
             if not flag_from_environment(RAY_MESSAGES):
                 hide_deaths_of(event.node, event.pid)
         if isinstance(event, CallEnded) and event.call == handle.call:
@@ -275,17 +270,6 @@ class RayGroup:
             handle.ended = True
             self._end(event.worker, handle)
         return True
-
-    def _provide_modules(self, worker: str, handle: _Handle) -> None:
-        """Let a new worker import the user's modules before its first call."""
-        if not self._folders:
-            return
-        if handle.node == self._here:
-            sent = handle.actor.add_to_path.remote([str(folder) for folder in self._folders], self._first)
-        else:
-            self._code = self._code or pack_modules(self._folders, self._first)
-            sent = handle.actor.install.remote(self._code)  # for each worker: a shared object could be lost with a node
-        sent.future().add_done_callback(partial(self._up, worker))
 
     # -- data -----------------------------------------------------------------------------------------
 
@@ -371,12 +355,11 @@ class RayGroup:
         if room is not None and ended:
             cluster.wait_for_room(self._resources, room.free + len(ended), ended)
 
-    def stop(self, *, leave: bool = False) -> None:
-        if leave or (self._tenure is not None and self._tenure.superseded):
+    def stop(self) -> None:
+        if self.tenure is not None and (self.tenure.leaves or self.tenure.superseded):
             self._handles = {}
             self.control.close(dismiss=False)
-            if self._tenure is not None:
-                self._tenure.stop(end=False)
+            self.tenure.stop()
             return
         with self.releasing():
             for worker in list(self._handles):
@@ -388,8 +371,8 @@ class RayGroup:
         leaving, self._leaving = self._leaving, []
         for process in end_all(leaving, patience_s=LEAVE_S):
             logger.warning("worker process %d did not end within %g s: killed it", process.pid, LEAVE_S)
-        if self._tenure is not None:
-            self._tenure.stop(end=True)
+        if self.tenure is not None:
+            self.tenure.stop()
 
     # -- the cluster ----------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.core.control import Control
-from raysgd.core.outcomes import GPU, Failed, GpuFault, Interrupted, Left, Ok, Outcome, WorkerFailed
+from raysgd.core.outcomes import GPU, Failed, GpuFault, Interrupted, Ok, Outcome, WorkerFailed
 from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend, Replica, ReplicaFactory
 from raysgd.core.ranks import RankInfo
@@ -64,9 +64,6 @@ class ReplicaHost:
         self._replica: Replica | None = None
         self._rank: int | None = None
         self._lacks_state = self._cut_short = False  # see `Progress`
-        self._kept: Any = None  # the training's state, while no replica has it
-        self._rank_info = RankInfo()  # in the newest generation that this worker has joined
-        self._measured: tuple[int, list[tuple[int, Outcome]]] = (-1, [])
         self._given: dict[str, Any] = {}  # what the verb "run" gets if it comes next, and without arguments
         control.collectives, control.ensure_whole = backend.collectives, backend.ensure_whole
         control.is_interruption = backend.is_interruption
@@ -86,22 +83,15 @@ class ReplicaHost:
                 raise  # Ray ends this process, which is a worker failure
             if isinstance(error, KeyboardInterrupt) and not self._remote:
                 raise  # Ctrl-C: this process is the driver
-            return self._noted(self._outcome_of(error, verb, _called(verb, arguments), call), call)
+            return self._outcome_of(error, verb, _called(verb, arguments), call)
         if isinstance(value, Interrupted):
-            return self._noted(value, call)
-        return self._noted(Ok(value, self._progress, self._control.calls() if verb == "run" else -1), call)
-
-    def _noted(self, outcome: Outcome, call: Call | None) -> Outcome:
-        """Keep how a part of a training call has ended, for a driver that takes over."""
-        if call is not None and call.part_of >= 0:
-            before = self._measured[1] if call.part_of == self._measured[0] else []
-            self._measured = call.part_of, [*before, (self._rank_info.generation, outcome)]
-        return outcome
+            return value
+        return Ok(value, self._progress, self._control.calls() if verb == "run" else -1)
 
     @property
     def holds_state(self) -> bool:
         """Whether the replica has the training's state, and not its own initial one."""
-        return self._kept is not None or (self._replica is not None and not self._lacks_state)
+        return self._replica is not None and not self._lacks_state
 
     @property
     def _progress(self) -> Progress:
@@ -114,7 +104,7 @@ class ReplicaHost:
         if (broken := self._broken(error, verb)) is not None:
             return broken  # without leaving the group, which could wait for the GPU
         interrupted = self._is_interruption(error, verb)
-        place = self._control.place(_frames(error))
+        calls = self._control.calls_at(_frames(error))
         self._backend.leave()
         if interrupted:
             self._cut_short = call is not None and call.change > 0
@@ -122,7 +112,7 @@ class ReplicaHost:
                 partial = self._replica.partial() if self._replica is not None else None
             except Exception as raised:  # the user's metrics, or the GPU on which they are
                 return self._broken(raised, verb) or self._failed(raised, called)
-            return Interrupted(partial, described(error), self._progress, place=place)
+            return Interrupted(partial, described(error), self._progress, collectives=calls)
         return self._failed(error, called)
 
     def _broken(self, error: BaseException, verb: str) -> WorkerFailed | None:
@@ -189,12 +179,13 @@ class ReplicaHost:
         self._rank = None if rank_info.solo else rank_info.world_rank
         self._control.joined_after = 0
         self._backend.join(rank_info, settings)
-        self._rank_info = self._rank_info if rank_info.solo else rank_info
+        self._joined(rank_info)
+
+    def _joined(self, rank_info: RankInfo) -> None:
         self._control.set_rank(rank_info.world_rank, rank_info.world_size)
         if self._replica is not None:
             self._replica.joined(rank_info)
             self._backend.ensure_whole()
-            # For the join itself, ranks that divide a model again make different numbers of calls.
             self._control.joined_after = max(self._backend.collectives(), 0)
         self._lacks_state = self._cut_short = False  # because the ranks have agreed on one before
 
@@ -228,33 +219,11 @@ class ReplicaHost:
     def _leave(self) -> None:
         self._backend.leave()
 
-    def _attach(self, factory: ReplicaFactory) -> Left | None:
-        """Leave the group of a driver that has ended. Return what the next one continues with, if
-        this worker has the training's state: then a replica of the next one's code gets it."""
-        self._backend.leave()
-        if self.holds_state and self._backend.in_place:
-            self._replace(factory)
-        return Left(self._rank_info, *self._measured) if self.holds_state else None
-
-    def _replace(self, factory: ReplicaFactory) -> None:
-        """Replace the replica. If the new code raises an error, the state is kept for the next
-        driver."""
-        if self._replica is not None:
-            self._kept = self._replica.state()
-            self._replica.close()
-            self._replica = None
-            gc.collect()  # the new one needs the memory of its model
-        self._warm(None, factory, RankInfo(solo=True), {})
-        assert self._replica is not None
-        replica, self._replica = self._replica, None
-        replica.load(self._kept, other_code=True)
-        self._replica, self._kept, self._lacks_state = replica, None, False
-
     def _state(self, transfer: str) -> Interrupted | None:
-        """Give the state to those that take it. Without a transfer, only help to gather it."""
+        """Give the state to those that take it."""
         assert self._replica is not None
         data = self._replica.state()
-        return self.try_move(lambda: self._control.giving(transfer).send(data) if transfer else None)
+        return self.try_move(lambda: self._control.giving(transfer).send(data))
 
     def _load(self, transfer: str) -> Interrupted | None:
         assert self._replica is not None

@@ -63,9 +63,11 @@ class WorkerGroupProtocol(Protocol):
     The engine calls all methods, on the thread of the trainer's call. `poll`, and what starts a
     call, or starts or ends a process, raises `SupersededError` if another driver has taken over the
     workers. `elastic` is False for a group whose worker cannot fail and which cannot grow.
-    `listener` receives events that happen inside `submit`, before `poll` could return them."""
+    `listener` receives events that happen inside `submit`, before `poll` could return them. `term`
+    is the number of this driver of a trainer with a name, or 0."""
 
     elastic: bool
+    term: int
     listener: Callable[[Event], None]
 
     def launch(self, count: int) -> list[str]:
@@ -109,6 +111,6 @@ class WorkerGroupProtocol(Protocol):
     def releasing(self) -> AbstractContextManager[None]:
         """Wait, on exit, until the resources of workers that were dismissed meanwhile are free."""
 
-    def stop(self, *, leave: bool = False) -> None:
-        """End all workers, and return when those of this machine have ended. With `leave`, let them
-        be orphans instead, which the next driver takes over."""
+    def stop(self) -> None:
+        """End all workers that are not left to another driver. Return when those of this machine
+        have ended."""

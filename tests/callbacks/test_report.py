@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from raysgd import ConfigError, ElasticConfig, RankSpeed, Recovery, Speed, TorchTrainer, train
-from raysgd.callbacks import Callback, CallResult, History, Run, Throughput
+from raysgd.callbacks import Callback, CallResult, History, Run
 from tests.callbacks.recording import Line, result, underway
 from tests.callbacks.test_history import filled
 from tests.peek import pace_of
@@ -73,7 +73,6 @@ def test_report_of_a_run_with_a_failure(ray_cluster: None, tmp_path: Path) -> No
         use_gpu=False,
         config={"rows": 256, "store": "s3://user:secret@host/bucket"},
         elastic=ElasticConfig(grow="epoch"),
-        callbacks=[Throughput()],
     ) as trainer:
         trainer.train(info={"victim": 1})
         trainer.resize(2)

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("tensorflow")
 
 from raysgd import ConfigError, TFTrainer
-from raysgd.callbacks import EMA, Callback, GradientNormMonitor, LearningRateMonitor, Throughput, TorchProfilerCallback
+from raysgd.callbacks import TorchProfilerCallback
 from tests.callbacks.recording import Heard
 from tests.callbacks.test_report import read
 from tests.peek import pace_of
@@ -41,12 +41,10 @@ def test_every_epoch_of_a_call_is_a_result() -> None:
     assert all("stop_training" not in row for each in results for row in each.by_worker)
 
 
-def test_throughput_and_report_work_with_keras(tmp_path: Path) -> None:
-    with TFTrainer(model_creator, data_creator, {"fit_config": {"epochs": 3}}, callbacks=[Throughput()]) as trainer:
-        result = trainer.train()
+def test_the_report_works_with_keras(tmp_path: Path) -> None:
+    with TFTrainer(model_creator, data_creator, {"fit_config": {"epochs": 3}}) as trainer:
+        trainer.train()
         trainer.validate()
-    assert result["samples_per_second"] > 0 and result["data_seconds"] + result["compute_seconds"] > 0
-    assert "communication_seconds" not in result
     page = read(trainer.report(tmp_path / "run.html"))
     assert (page.charts["loss"], page.charts["samples per second, of each train()"]) == (4, 3)
     assert len(page.table("rank")) == 1
@@ -54,9 +52,6 @@ def test_throughput_and_report_work_with_keras(tmp_path: Path) -> None:
     assert pace_of(trainer.history)[-1][1] <= seconds, "no second counts twice"
 
 
-@pytest.mark.parametrize("refused", [EMA(), LearningRateMonitor(), GradientNormMonitor(), TorchProfilerCallback()])
-def test_what_needs_torch_is_refused(refused: Callback) -> None:
-    with pytest.raises(
-        ConfigError, match=f"{type(refused).__name__}.* work with PyTorch only: pass them to a TorchTrainer"
-    ):
-        TFTrainer(model_creator, data_creator, callbacks=[Throughput(), refused])
+def test_what_needs_torch_is_refused() -> None:
+    with pytest.raises(ConfigError, match="TorchProfilerCallback works with PyTorch only: pass it to a TorchTrainer"):
+        TFTrainer(model_creator, data_creator, callbacks=[TorchProfilerCallback()])

@@ -133,6 +133,8 @@ def test_arguments_of_the_trainer(tmp_path: Path) -> None:
         ("scheduler_step_freq", ConfigError, "--set must be NAME=VALUE"),
         ("seed.more=1", ConfigError, "--set must be NAME=VALUE"),
         ("num_workers=1", ConfigError, "num_workers must be a whole number of at least 2"),
+        ("parallel=fsdp", ConfigError, "leave parallel=fsdp out"),
+        ("options.parallel=fsdp", ConfigError, "leave parallel=fsdp out"),
         ("elastic.hang_timeout=1", TypeError, "did you mean 'hang_timeout_s'"),
     ):
         with pytest.raises(error, match=text):

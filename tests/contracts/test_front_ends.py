@@ -88,7 +88,7 @@ def in_a_trial(config: dict[str, Any], folder: Path) -> Seen:
     settings = tune.RunConfig(storage_path=str(folder), verbose=0)
     (result,) = tune.Tuner(trainer_of(config, folder).as_trainable(), run_config=settings).fit()
     with result.checkpoint.as_directory() as files:
-        checkpoint = Checkpoint(Path(files) / "checkpoint.zip").to_dict()
+        checkpoint = Checkpoint(files).to_dict()
     return result.metrics_dataframe.to_dict("records"), checkpoint
 
 

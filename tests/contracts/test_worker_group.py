@@ -84,7 +84,7 @@ class Probe:
     def state(self) -> bytes:
         return b"state"
 
-    def load(self, data: bytes, *, other_code: bool = False) -> None:
+    def load(self, data: bytes) -> None:
         """Do nothing, because there is no state."""
 
     def close(self) -> None:

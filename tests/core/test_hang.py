@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import raysgd
-from raysgd.core.hang import PACKAGE, RankReport, blocking_ranks, collective_name, describe_rank, is_in_collective
+from raysgd.core.hang import PACKAGE, RankReport, blocking_ranks, describe_rank, is_in_collective
 from raysgd.workers.control_client import ControlClient
 
 WAITS = (
@@ -71,14 +71,10 @@ def test_only_the_innermost_frames_count() -> None:
     assert not is_in_collective(())
 
 
-def test_a_collective_call_is_named_by_the_function_that_the_user_calls() -> None:
-    """Horovod's allgather first sends, and then waits: two ranks in different stages of it are in the same call."""
-    ops, user = "/x/horovod/torch/mpi_ops.py", "/u/train.py:167 step"
-    sends = (f"{ops}:610 _allgather_async", f"{ops}:650 allgather_async", f"{ops}:700 allgather", user)
-    waits = (f"{ops}:1300 synchronize", f"{ops}:701 allgather", user)
-    assert collective_name(sends) == collective_name(waits) == "allgather"
-    assert collective_name((f"{ops}:1300 synchronize", user)) == "synchronize"
-    assert collective_name(REPORTS) == "", "ranks may be in different calls of the function"
+def test_a_call_between_two_ranks_is_none_of_all() -> None:
+    assert is_in_collective(GATHERS, of_all=True) and is_in_collective(ON_DEVICE, of_all=True)
+    receives = ("/x/torch/distributed/distributed_c10d.py:4 recv", "/u/op.py:3 train_batch")
+    assert is_in_collective(receives) and not is_in_collective(receives, of_all=True)
 
 
 def test_a_description_has_rank_node_phase_and_stack() -> None:

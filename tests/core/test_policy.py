@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, WorkerFailed
+from raysgd.core.outcomes import CollectiveCalls, Failed, Interrupted, Ok, WorkerFailed
 from raysgd.core.policy import (
-    OUT_OF_STEP,
     GiveUp,
     Rejoin,
     Restart,
@@ -18,8 +17,6 @@ from raysgd.core.policy import (
     classify,
     count_to_launch,
     decide,
-    different_calls,
-    drift,
     is_time_to_join,
     is_time_to_leave,
     leave_within_s,
@@ -114,45 +111,27 @@ def test_giving_up_has_the_reason() -> None:
     assert all(word in decision.why for word in ("10 waits", "min_workers=3", "1 worker is available"))
 
 
-def cut(count: int, name: str = "", line: str = "model.py:3 train_batch") -> Interrupted:
-    return Interrupted(cause="RuntimeError: Timed out", place=CollectivePlace(count, name, line))
-
-
-def begun(*steps: tuple[int, int]) -> Interrupted:
-    return Interrupted(cause="RuntimeError: Timed out", place=CollectivePlace(9, "backward", "model.py:3", steps))
-
-
-def made(count: int, usual: int = 1, name: str = "backward") -> Interrupted:
-    steps = ((6, 50), (7, 50 + usual))
-    return Interrupted(cause="Timed out", place=CollectivePlace(50 + usual + count, name, "model.py:3", steps))
+def cut(call: int = -1, *steps: tuple[int, int]) -> Interrupted:
+    return Interrupted(cause="RuntimeError: Timed out", collectives=CollectiveCalls(call, steps))
 
 
 DIFFERENT = {
-    "different calls, both the ninth": [cut(9, "barrier"), cut(9, "backward")],
-    "a call beyond the last one of a rank that has finished": [Ok(1, collectives=13), cut(14, "backward")],
-    "one received data of another size": [cut(9, "backward"), WorkerFailed("preamble", "out of step")],
-    "the same call, and one call too many before": [begun((7, 12), (8, 14)), begun((8, 15), (9, 16))],
-    "one call more in this batch": [made(1), made(2)],
-    "the same, and one was stopped because it hung": [
-        made(1),
-        made(2),
-        WorkerFailed("", "hang", hung_at=("a batch", 7)),
-    ],
-    "in a call of a batch that the other one has ended": [begun((7, 12), (8, 14), (9, 8)), begun((7, 12), (8, 14))],
-    "one of three": [cut(9, "all_reduce"), cut(9, "all_reduce"), cut(9, "broadcast")],
+    "a call beyond the last one of a rank that has finished": [Ok(1, collectives=13), cut(14)],
+    "one received data of another size": [WorkerFailed("preamble", "out of step"), cut(9)],
+    "one call too many before": [cut(15, (7, 12), (8, 14)), cut(16, (8, 15), (9, 16))],
+    "the same, and another one died": [cut(15, (7, 12), (8, 14)), cut(16, (8, 15), (9, 16)), FAILED],
+    "in a call of a step that the other one has ended": [cut(9, (7, 12), (8, 14), (9, 8)), cut(9, (7, 12), (8, 14))],
 }
 SAME = {
-    "the same call": [cut(9, "backward"), cut(9, "backward")],
-    "one is a call ahead": [cut(9, "backward"), cut(10, "all_gather_object")],
-    "the same numbers before each step": [begun((7, 12), (8, 14)), begun((8, 14), (9, 16))],
-    "many calls from one line": [made(3, usual=10), made(4, usual=10)],
-    "the two parts of one broadcast": [made(1, name="broadcast_object_list"), made(2, name="broadcast_object_list")],
-    "no step in common": [begun((7, 12)), begun((8, 14))],
-    "one was computing": [cut(9, "backward"), cut(9)],
-    "one has finished, and the other is in its last call": [Ok(1, collectives=13), cut(13, "backward")],
-    "a backend that does not count": [Ok(1), cut(-1, "backward"), cut(-1, "barrier")],
-    "a failure": [cut(9, "backward"), FAILED],
-    "a failure in an evaluation, in which only one has all of a call": [made(1), made(2), FAILED],
+    "the same call": [cut(9), cut(9)],
+    "one is a call ahead": [cut(9), cut(10)],
+    "the same numbers before each step": [cut(15, (7, 12), (8, 14)), cut(17, (8, 14), (9, 16))],
+    "no step in common": [cut(13, (7, 12)), cut(15, (8, 14))],
+    "code that has made another call after the failure": [cut(14, (7, 12), (8, 14)), cut(-1, (7, 12))],
+    "one has finished, and the other is in its last call": [Ok(1, collectives=13), cut(13)],
+    "one has finished, and the other one is stopped": [Ok(1, collectives=13), replace(cut(14), asked=True)],
+    "a backend that does not count": [Ok(1), cut(-1), cut(-1)],
+    "a failure": [cut(9), FAILED],
     "stopped as asked": [PAUSED, PAUSED],
 }
 
@@ -168,42 +147,14 @@ def test_ranks_that_may_have_made_the_same_calls(outcomes: list) -> None:
     assert classify({f"w{rank}": outcome for rank, outcome in enumerate(outcomes)}).kind in ("broken", "paused")
 
 
-def test_the_lines_at_which_only_one_rank_called_a_model() -> None:
-    usual, own = "gan.py:20 train_batch", "gan.py:27 train_batch"
-    one = CollectivePlace(9, "forward", usual, ((6, 4), (7, 8)), ((6, usual), (6, own), (7, usual)))
-    other = CollectivePlace(8, "backward", usual, ((6, 4), (7, 6)), ((6, usual), (7, usual)))
-    text = "before step 7 there had been 8 on rank 0, 6 on rank 1 collective calls"
-    assert drift({0: one, 1: other}) == f"{text}; in step 6 rank 0, and not rank 1, called a model at {own}"
-    still = CollectivePlace(7, "forward", own, ((6, 4),), ((6, usual), (6, own)))
-    text = "rank 1 has ended step 6 after 6 collective calls, and rank 0 is still in it; in step 6 rank 0, and not rank 1, called a model"
-    assert text in drift({0: still, 1: other})
-    assert drift({0: replace(still, name=""), 1: other}) == drift({0: replace(still, count=6), 1: other}) == ""
-
-    died = WorkerFailed("its process was ended by gloo", OUT_OF_STEP)
-    text = f"in step 6, and not in the one before, rank 0 called a model at {own}"
-    for called in (((5, usual), (6, usual), (6, own)), ((5, usual), (6, usual), (6, own), (7, usual))):
-        assert text in different_calls({"a": Interrupted(place=replace(one, called=called)), "b": died})
-    assert "called a model" not in different_calls(
-        {"a": Interrupted(place=replace(one, called=((6, own),))), "b": died}
-    )
-
-
-def test_at_the_second_time_different_lines_are_enough() -> None:
-    outcomes = {"a": cut(9, "backward", "model.py:3 train_batch"), "b": cut(11, "barrier", "model.py:9 train_batch")}
-    assert different_calls(outcomes) == ""
-    assert "rank 1 is in barrier" in different_calls(outcomes, again=True)
-    same = {"a": cut(9, "backward"), "b": cut(9, "backward")}
-    assert different_calls(same, again=True) == "", "the network or a machine has failed"
-
-
 @settings(deadline=None)
 @given(
     st.permutations(
         [
             Ok(1, collectives=9),
             Ok(1),
-            cut(9, "backward"),
-            cut(8, "barrier"),
+            cut(10),
+            cut(8),
             FAILED,
             ERROR,
             PAUSED,

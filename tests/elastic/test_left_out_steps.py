@@ -44,6 +44,7 @@ def test_a_gradient_in_one_shard() -> None:
     options = TrainingOptions(on_nonfinite="skip", parallel="fsdp")
     given: dict[str, Any] = {"elastic": elastic, "options": options, "scheduler_step_freq": "batch", "use_gpu": False}
     with TorchTrainer(training_operator_cls=Spoiled, config=CONFIG, num_workers=2, **given) as trainer:
+        trainer.load_state_dict(trainer.state_dict())
         result = trainer.train()
         assert (result["num_samples"], result["skipped_steps"]) == (CONFIG["rows"], 1)
         found = weights(trainer)

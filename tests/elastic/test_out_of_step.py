@@ -1,7 +1,7 @@
-"""A collective call that only some ranks make is reported with ranks, lines and batch, and is not retried."""
+"""A collective call that only some ranks make ends with its time limit. A result that may be wrong is an error, which is
+not retried."""
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,37 +9,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import ElasticConfig, OutOfStepError
+from raysgd import ElasticConfig, OutOfStepError, TrainingFailedError
 from raysgd.torch import TorchTrainer
 from raysgd.train import Trainer
-from tests.tiers import NIGHTLY
-from tests.torch.small import Line, rows
+from tests.torch.small import Line
 
 pytestmark = pytest.mark.elastic
 
 LIMIT_S = 10.0
 AT = 3  # the batch of the call, counted from 0
 
-
-def own_all_reduce(size: int) -> Callable[[], Any]:
-    return lambda: dist.all_reduce(torch.zeros(size))
-
-
 # What only rank 1 does. A model with two inputs and one output has three gradients, and torch's DDP sums them in one call.
 EXTRA: dict[str, Callable[[], Any]] = {
-    "a smaller all_reduce": own_all_reduce(1),
-    "a larger all_reduce": own_all_reduce(100_000),
-    "an all_reduce of the same size": own_all_reduce(3),
+    "a smaller all_reduce": lambda: dist.all_reduce(torch.zeros(1)),
+    "an all_reduce of the same size": lambda: dist.all_reduce(torch.zeros(3)),
     "a barrier": lambda: dist.barrier(),
-    "a broadcast": lambda: dist.broadcast(torch.zeros(1), 0),
-    "an all_gather_object": lambda: dist.all_gather_object([None, None], 1),
 }
-# Except in `make nightly`, these are enough: one for each way in which the error shows.
-USUAL = ("a smaller all_reduce", "an all_reduce of the same size", "a barrier")
-KINDS = list(EXTRA) if NIGHTLY else list(USUAL)
 
 
 class Extra(Line):
@@ -57,68 +43,30 @@ def trainer(ray_cluster: None) -> Iterator[TorchTrainer]:
         yield trainer
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_extra_call_on_one_rank(trainer: TorchTrainer, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", ["a smaller all_reduce", "an all_reduce of the same size"])
+def test_a_call_that_is_taken_for_another_is_an_error(
+    trainer: TorchTrainer, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer.resize(2)
-    before = len(trainer.recoveries)
-    began = time.monotonic()
     with caplog.at_level(logging.WARNING, logger="raysgd"), pytest.raises(OutOfStepError) as caught:
         trainer.train(info={"extra": EXTRA[kind]}, max_retries=-1)
-    assert time.monotonic() - began < 120, "it was retried"
     text = str(caught.value)
     assert "out of step in epoch" in text and ", batch " in text and "Let every rank make the same calls" in text
-    assert "rank 0" in text and "rank 1" in text and "all_reduce" in text
-    if "all_reduce" not in kind:
-        name = kind.split()[-1]
-        assert f"rank 1 is in {name}, its collective call number" in text and Path(__file__).name in text
-        assert "rank 0 is in backward" in text
-    (noted,) = trainer.recoveries[before:]
-    assert (noted.reason, noted.world_size_before) == ("out of step", 2)
-    assert noted.detail in text
+    noted = trainer.recoveries[-1]  # where ranks wait for each other, the batch may be trained again first
+    assert (noted.reason, noted.world_size_before) == ("out of step", 2) and noted.detail in text
     assert any("out of step: the call ends" in message for message in caplog.messages)
     trainer.train()
     assert trainer.train()["num_samples"] == 64, "the trainer stays usable"
 
 
-class Pictures(Line):
-    """Rank 0 alone draws a picture with the model that is trained, in whose forward DDP exchanges the buffers of BatchNorm, if the
-    user has passed that."""
-
-    def setup(self, config: dict[str, Any]) -> None:
-        models = [nn.Sequential(nn.Linear(2, size), nn.BatchNorm1d(size), nn.Linear(size, 1)) for size in (4, 64)]
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
-        (self.model, self.other), (self.optimizer, _), self.criterion = self.register(
-            models=models,
-            optimizers=optimizers,
-            criterion=nn.MSELoss(),
-            ddp_args={"broadcast_buffers": True},
-        )
-        self.register_data(train_loader=DataLoader(TensorDataset(*rows(64)), batch_size=4))
-
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        self.other(batch[0]).mean().backward()
-        result = super().train_batch(batch, batch_info)
-        if self.world_rank == 0 and batch_info["batch_idx"] == AT and "picture" in batch_info:
-            with torch.set_grad_enabled(batch_info["picture"] == "with gradients"):
-                self.model(batch[0])  # the picture
-        return result
-
-
-@pytest.mark.parametrize("how", ["with gradients", pytest.param("without", marks=pytest.mark.more)])
-def test_a_model_that_only_rank_0_calls(ray_cluster: None, how: str) -> None:
-    """This is noticed within seconds, too, and the line is named."""
-    lines = Path(__file__).read_text().splitlines()
-    line = next(number for number, text in enumerate(lines, 1) if text.endswith("# the picture"))
-    elastic = ElasticConfig(hang_timeout_s=600, grow=False)
-    with TorchTrainer(training_operator_cls=Pictures, num_workers=2, elastic=elastic) as trainer:
-        began = time.monotonic()
-        with pytest.raises(OutOfStepError) as caught:
-            trainer.train(info={"picture": how})
-        assert time.monotonic() - began < 120
-        text = str(caught.value)
-        assert f"in step {AT + 1}" in text and f"called a model at {__file__}:{line} train_batch" in text
-        trainer.train()
-        assert trainer.train()["num_samples"] == 64, "the trainer stays usable"
+def test_ranks_that_wait_in_different_calls_are_shown(trainer: TorchTrainer, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing was summed that is wrong, so the batch is trained again until that has failed too often."""
+    trainer.resize(2)
+    with caplog.at_level(logging.WARNING, logger="raysgd"), pytest.raises(TrainingFailedError, match=r"2 failures"):
+        trainer.train(info={"extra": EXTRA["a barrier"]}, max_retries=1)
+    shown = [message for message in caplog.messages if message.startswith("no progress for")]
+    assert any("rank 1" in each and "barrier" in each and Path(__file__).name in each for each in shown)
+    assert any("rank 0" in each and "backward" in each for each in shown)
 
 
 def uneven(config: dict[str, Any]) -> int:
@@ -132,13 +80,11 @@ def uneven(config: dict[str, Any]) -> int:
 
 
 def test_a_function_that_one_rank_has_returned_from(ray_cluster: None, tmp_path: Path) -> None:
-    """This is noticed at once: the collective call itself would end after nine minutes."""
-    elastic = ElasticConfig(hang_timeout_s=600, grow=False)
+    elastic = ElasticConfig(hang_timeout_s=LIMIT_S, grow=False)
     with Trainer("torch", num_workers=2, max_retries=-1, logdir=tmp_path, elastic=elastic) as trainer:
         with pytest.raises(Exception, match="out of step") as caught:
             trainer.run(uneven, {"uneven": True})
         text = str(caught.value)
-        assert "rank 0 is in all_reduce" in text and "in uneven" not in text and Path(__file__).name in text
-        assert "rank 1 has finished" in text
+        assert "rank 1 has finished, and rank 0 is in a collective call after its last one" in text
         assert [each.reason for each in trainer.recoveries] == ["out of step"]
         assert trainer.run(uneven, {"uneven": False}) == [0, 1]

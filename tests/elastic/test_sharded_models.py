@@ -1,4 +1,5 @@
-"""Sharded models whose shards have copies: kills, growth and resizing. The final weights equal an undisturbed run's."""
+"""Sharded models: after a kill, a growth and a resize, new processes load the newest checkpoint. The final weights equal an undisturbed
+run's."""
 
 import os
 import shutil
@@ -12,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from raysgd import (
     AutoCheckpoint,
     CheckpointError,
+    ConfigError,
     ElasticConfig,
     TorchTrainer,
-    TrainingFailedError,
     TrainingOptions,
 )
 from raysgd.torch import TrainingOperator
@@ -70,14 +72,18 @@ def repeated(marks: Path, workers: int = 4) -> int:
 
 
 def mortal(
-    marks: Path, workers: int = 4, replicas: int = 2, checkpoints: AutoCheckpoint | None = None, **elastic: Any
+    marks: Path,
+    workers: int = 2,
+    checkpoints: AutoCheckpoint | None = None,
+    operator: type[Mortal] = Mortal,
+    **elastic: Any,
 ) -> TorchTrainer:
     return TorchTrainer(
-        training_operator_cls=Mortal,
+        training_operator_cls=operator,
         config={"batch": 12 // workers, "marks": str(marks)},
         num_workers=workers,
         use_gpu=False,
-        options=TrainingOptions(clip_norm=0.5, parallel="fsdp", replicas=replicas),
+        options=TrainingOptions(clip_norm=0.5, parallel="fsdp"),
         elastic=ElasticConfig(**elastic),
         checkpoints=checkpoints,
     )
@@ -94,99 +100,12 @@ def undisturbed() -> list[torch.Tensor]:
         return found
 
 
-def held(sharded: TorchTrainer) -> list[int]:
-    """Return how many numbers each worker holds for parameters and the optimizer."""
-
-    def count(operator: Any) -> int:
-        states = operator.optimizer.state.values()
-        tensors = [*operator.model.parameters(), *(each for state in states for each in state.values())]
-        return sum(each.to_local().numel() for each in tensors if hasattr(each, "to_local"))
-
-    return sharded.apply_all_operators(count)
-
-
-@pytest.mark.parametrize(
-    ("fates", "left", "in_place"),
-    [
-        (["before-3-1"], 3, True),
-        (["after-3-0"], 3, True),
-        (["before-3-0", "before-3-3"], 2, True),
-        (["before-3-1", "before-3-3"], 2, False),
-    ],
-    ids=["one", "one after its step", "two with different shards", "both copies of one shard"],
-)
-def test_kills(fates: list[str], left: int, in_place: bool, tmp_path: Path, undisturbed: Any) -> None:
-    """Without a copy of each shard, training continues from the state that was loaded before."""
-    for fate in fates:
-        (tmp_path / fate).touch()
-    with mortal(tmp_path, grow=False) as four:
-        pids = four.apply_all_workers(os.getpid)
-        four.load_state_dict(four.state_dict())
-        four.train()
-        assert not list(tmp_path.glob("*-*"))
-        assert {(each.in_place, each.batches_redone) for each in four.recoveries} == {(in_place, 0 if in_place else 3)}
-        assert four.world_size == left
-        assert set(four.apply_all_workers(os.getpid)) < set(pids)  # no survivor was replaced
-        assert same(weights(four), undisturbed[0])
-        four.train()
-        assert same(weights(four), undisturbed[1])
-    assert repeated(tmp_path) == four.recoveries[0].batches_redone
-
-
-def test_growth_and_resizing(tmp_path: Path, undisturbed: Any) -> None:
-    with mortal(tmp_path, grow="epoch") as sharded:
-        sharded.train(num_steps=2)
-        for count, divided in (
-            (3, 3),
-            (1, 1),
-            (2, 1),
-        ):  # with three workers there is one copy of each shard, with two there are two
-            sharded.resize(count)
-            assert sharded.world_size == count
-            assert sum(held(sharded)) == count // divided * held_by_one(sharded)
-        sharded.train()
-        assert same(weights(sharded), undisturbed[0])
-        (tmp_path / "before-5-0").touch()
-        sharded.train()
-        assert sharded.world_size == 1
-        sharded.resize(2)  # the survivor has another rank than in the earlier mesh of the same shape
-        sharded.train()
-        assert all(each.in_place and not each.batches_redone for each in sharded.recoveries)
-        assert same(weights(sharded), undisturbed[2])
-
-
-def held_by_one(sharded: TorchTrainer) -> int:
-    """Return how many numbers the model and its optimizer have, of which each parameter that is trained has three."""
-    return sum(each.numel() * (3 if each.requires_grad else 1) for each in sharded.get_model().parameters())
-
-
-def test_a_step_that_only_some_ranks_have_made(tmp_path: Path, undisturbed: Any) -> None:
-    """The failure of rank 1 keeps some of the others from seeing that all ranks have the gradients of a step."""
-    with mortal(tmp_path, grow=False) as four:
-
-        def fail_in_the_next_step(operator: Any) -> None:
-            def after_agreement(*_: Any) -> None:
-                handle.remove()
-                if operator.world_rank == 1:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if operator.world_rank == 2:
-                    raise torch.distributed.DistBackendError("a peer failed")
-
-            handle = operator.optimizer.register_step_pre_hook(after_agreement)
-
-        four.train(num_steps=1)
-        four.apply_all_operators(fail_in_the_next_step)
-        four.train()
-        assert [(each.in_place, each.removed_ranks) for each in four.recoveries] == [(True, (1,))]
-        assert same(weights(four), undisturbed[0])
-
-
 def two_shards(marks: Path, *fates: str, every: Any = None) -> TorchTrainer:
-    """Return a trainer of two workers, with one copy of each shard, and with checkpoints if they are made every so often."""
+    """Return a trainer of two workers, with checkpoints if they are made every so often."""
     for fate in fates:
         (marks / fate).touch()
     checkpoints = None if every is None else AutoCheckpoint(path=marks / "checkpoints", every=every)
-    return mortal(marks, 2, 1, checkpoints, grow=False)
+    return mortal(marks, 2, checkpoints, grow=False)
 
 
 def redone_in(trainer: TorchTrainer) -> list[tuple[bool, int, int]]:
@@ -196,28 +115,69 @@ def redone_in(trainer: TorchTrainer) -> list[tuple[bool, int, int]]:
 @pytest.mark.parametrize(
     ("every", "fates", "redone"),
     [
-        ("epoch", ["before-6-1"], [2]),
-        (3, ["before-7-1"], [1]),
-        ("epoch", ["before-6-0", "before-6-1"], [1]),  # as far as the script's process has heard
+        ("epoch", ["before-6-1"], (2,)),
+        (3, ["before-7-1"], (1,)),
+        ("epoch", ["before-6-0", "before-6-1"], (1, 2)),  # as far as the script's process has heard
+        ("epoch", ["before-2-0"], (2,)),  # before there is a checkpoint, training begins again
     ],
-    ids=["of the last epoch", "within the epoch", "without a survivor"],
+    ids=["of the last epoch", "within the epoch", "all workers", "the first epoch"],
 )
-def test_a_lost_shard_is_in_the_newest_checkpoint(
-    every: Any, fates: list[str], redone: list[int], tmp_path: Path, undisturbed: Any
+def test_after_a_kill_new_processes_load_the_newest_checkpoint(
+    every: Any, fates: list[str], redone: tuple[int, ...], tmp_path: Path, undisturbed: Any
 ) -> None:
     with two_shards(tmp_path, *fates, every=every) as two:
-        results = []
+        pids, results = two.apply_all_workers(os.getpid), []
         for epoch in two.epochs(3):
             results.append(two.train())
             finish_saves(two)
             assert same(weights(two), undisturbed[epoch - 1])
         assert not list(tmp_path.glob("before-*"))
-        left = 1 if len(fates) == 1 else 2
-        for in_place, batches, workers in redone_in(two):
-            assert not in_place and workers == left and (batches in (1, 2) if left == 2 else [batches] == redone)
+        assert [each.in_place for each in two.recoveries] == [False]
+        assert two.recoveries[0].batches_redone in redone
+        assert not set(two.apply_all_workers(os.getpid)) & set(pids)
     assert [each["num_samples"] for each in results] == [42] * 3
-    if left == 2:
-        assert repeated(tmp_path, 1) > 0
+
+
+def test_a_resize_and_a_growth_begin_at_the_newest_checkpoint(tmp_path: Path, undisturbed: Any) -> None:
+    checkpoints = AutoCheckpoint(path=tmp_path / "checkpoints")
+    with mortal(tmp_path, 3, checkpoints, grow=False) as sharded:
+        for epoch in sharded.epochs(3):
+            if epoch == 2:
+                sharded.resize(2)
+                sharded.train(num_steps=2)
+                sharded.resize(3)
+            sharded.train()
+            assert sharded.world_size == 3
+            assert same(weights(sharded), undisturbed[epoch - 1])
+        assert redone_in(sharded) == [(False, 0, 2), (False, 2, 3)]
+
+
+class Together(Mortal):
+    """Makes a collective call before the backward pass, so a batch cannot be divided into parts."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        dist.all_reduce(torch.zeros(1))
+        return super().train_batch(batch, batch_info)
+
+
+def test_fewer_workers_for_a_batch_that_cannot_be_divided(tmp_path: Path) -> None:
+    """Checkpoints have what the first step has shown. Without that, new processes would begin at the same step again and again."""
+    checkpoints = AutoCheckpoint(path=tmp_path / "checkpoints")
+    with mortal(tmp_path, 3, checkpoints, Together, grow=False) as three:
+        for epoch in three.epochs(2):
+            if epoch == 2:
+                finish_saves(three)
+                three.resize(2)
+            three.train()
+        assert redone_in(three) == [(False, 0, 2)] and three.batch_mode == "per_worker"
+    with mortal(tmp_path, 3, None, Together, grow=False) as three:
+        three.load_state_dict(three.state_dict())
+        three.train()
+        three.resize(2)
+        with pytest.raises(
+            ConfigError, match=r"a batch cannot be divided into parts.*ElasticConfig\(batch='per_worker'\)"
+        ):
+            three.train()
 
 
 def test_a_checkpoint_that_could_not_be_completed(tmp_path: Path, undisturbed: Any) -> None:
@@ -230,7 +190,7 @@ def test_a_checkpoint_that_could_not_be_completed(tmp_path: Path, undisturbed: A
                 (tmp_path / "before-10-1").touch()
             result = two.train()
             assert result["epoch"] == epoch and result["num_samples"] == 42
-        assert redone_in(two) == [(False, 6, 1)]
+        assert redone_in(two) == [(False, 6, 2)]
         assert same(weights(two), undisturbed[2])
         assert [row["epoch"] for row in two.history] == [1, 2, 3]
 
@@ -247,13 +207,14 @@ def test_calls_after_a_checkpoint_that_is_still_being_saved_are_made_again(tmp_p
                 died[0].touch()
             counted.append(two.train(num_steps=2)["num_samples"])
             assert counted == [24, 18]
-        assert redone_in(two) == [(False, 3, 1)]
+        assert redone_in(two) == [(False, 3, 2)]
         assert same(weights(two), undisturbed[1])
 
 
-def test_a_lost_shard_is_in_what_was_loaded(tmp_path: Path, undisturbed: Any) -> None:
+def test_new_processes_load_what_was_loaded(tmp_path: Path, undisturbed: Any) -> None:
     """In a file, a folder or a dictionary, and not in what was loaded before."""
     with two_shards(tmp_path) as two:
+        two.load_state_dict(two.state_dict())
         two.train()
         whole, parts = two.save(tmp_path / "whole.pt"), two.save(tmp_path / "parts", sharded=True)
         state = two.state_dict()
@@ -269,7 +230,7 @@ def test_a_lost_shard_is_in_what_was_loaded(tmp_path: Path, undisturbed: Any) ->
             two.train(num_steps=1)
             (tmp_path / "before-6-0").touch()
             two.train()
-            assert redone_in(two) == [(False, 2, 1)]
+            assert redone_in(two) == [(False, 2, 2)]
             assert same(weights(two), undisturbed[1])
             two.train()
             assert same(weights(two), undisturbed[2])
@@ -286,7 +247,7 @@ def test_a_loaded_checkpoint_that_is_replaced(sharded: bool, tmp_path: Path, und
         two.train(num_steps=1)
         (tmp_path / "before-6-0").touch()
         two.train()
-        assert redone_in(two) == [(False, 2, 1)]
+        assert redone_in(two) == [(False, 2, 2)]
         assert same(weights(two), undisturbed[1])
     with two_shards(tmp_path) as two:
         two.load(path, trusted=True)
@@ -296,29 +257,19 @@ def test_a_loaded_checkpoint_that_is_replaced(sharded: bool, tmp_path: Path, und
         shutil.rmtree(path) if sharded else Path(path).unlink()
         Path(other).rename(path)
         (tmp_path / "before-5-0").touch()
-        with pytest.raises(CheckpointError, match=r"(?s)too few shards .*path was replaced since it was loaded"):
+        with pytest.raises(
+            CheckpointError, match=r"(?s)the workers have changed.*path was replaced since it was loaded"
+        ):
             two.train()
 
 
-def test_after_a_lost_shard_without_a_checkpoint_only_a_load_helps(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, undisturbed: Any
-) -> None:
+def test_without_a_checkpoint_the_first_call_of_train_is_refused(tmp_path: Path, undisturbed: Any) -> None:
     with two_shards(tmp_path) as two:
-        start = two.state_dict()
-    with two_shards(tmp_path, "before-3-1") as two:
-        assert "replicas=1 keeps one copy of each shard" in caplog.text
-        assert "TrainingOptions(replicas=2)" in caplog.text and "checkpoints=AutoCheckpoint(...)" in caplog.text
-        for _ in range(2):
-            with pytest.raises(
-                TrainingFailedError, match=r"(?s)a part of the model was lost .*1 of [12] are left.*replicas=2"
-            ):
-                two.train()
-        two.load_state_dict(start)
+        with pytest.raises(ConfigError, match=r"checkpoints=AutoCheckpoint\(...\).* load\(\)"):
+            two.train()
+        two.load_state_dict(two.state_dict())
         two.train()
         assert same(weights(two), undisturbed[0])
-    caplog.clear()
-    with mortal(tmp_path, 2), two_shards(tmp_path, every="epoch"):
-        assert "one copy of each shard" not in caplog.text
 
 
 def test_a_change_after_the_newest_checkpoint_is_made_again(tmp_path: Path) -> None:
@@ -340,7 +291,7 @@ def test_a_change_after_the_newest_checkpoint_is_made_again(tmp_path: Path) -> N
 def test_a_checkpoint_that_is_gone(tmp_path: Path) -> None:
     with (
         two_shards(tmp_path, "before-5-1", every="epoch") as two,
-        pytest.raises(CheckpointError, match="too few shards"),
+        pytest.raises(CheckpointError, match=r"the workers have changed, .* cannot be loaded"),
     ):
         for epoch in two.epochs(2):
             if epoch == 2:
@@ -351,7 +302,7 @@ def test_a_checkpoint_that_is_gone(tmp_path: Path) -> None:
 
 def test_a_death_while_a_checkpoint_is_loaded_again(tmp_path: Path, undisturbed: Any) -> None:
     """Of three workers, one fails in a step, and another one when it loads the checkpoint."""
-    with mortal(tmp_path, 3, 1, AutoCheckpoint(path=tmp_path / "checkpoints"), grow=False) as three:
+    with mortal(tmp_path, 3, AutoCheckpoint(path=tmp_path / "checkpoints"), grow=False) as three:
         for epoch in three.epochs(2):
             if epoch == 2:
                 finish_saves(three)
@@ -359,21 +310,8 @@ def test_a_death_while_a_checkpoint_is_loaded_again(tmp_path: Path, undisturbed:
                 (tmp_path / "loads-0-0").touch()
             three.train()
         assert not list(tmp_path.glob("loads-*"))
-        assert redone_in(three) == [(False, 2, 1)]
+        assert redone_in(three) == [(False, 2, 3)]
         assert same(weights(three), undisturbed[1])
-
-
-def test_a_death_after_a_resize(tmp_path: Path, undisturbed: Any) -> None:
-    """The workers that leave have given their shards to those that stay, and the checkpoint is older."""
-    with mortal(tmp_path, 4, 1, AutoCheckpoint(path=tmp_path / "checkpoints"), grow=False) as sharded:
-        for epoch in sharded.epochs(2):
-            if epoch == 2:
-                finish_saves(sharded)
-                sharded.resize(3)
-                (tmp_path / "before-5-1").touch()
-            sharded.train()
-        assert redone_in(sharded) == [(True, 0, 3), (False, 1, 2)]
-        assert same(weights(sharded), undisturbed[1])
 
 
 class Wide(Layers):
@@ -400,39 +338,34 @@ def bytes_held(operator: Any) -> int:
 
 
 class Refusing(Mortal):
-    """The last rank refuses a state while there is a file for it, and the rank in `config["dies"]` dies while it loads one."""
+    """The last rank refuses a state while there is a file for it."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        marks, rank = Path(self.config["marks"]), self.config["dies"]
-        if self.world_rank == rank and (marks / "die").exists():
-            (marks / "die").unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if (marks / "refuse").exists() and self.world_rank == self.world_size - 1:
+        if (Path(self.config["marks"]) / "refuse").exists() and self.world_rank == self.world_size - 1:
             raise ValueError("this rank refuses")
 
 
-@pytest.mark.parametrize("dies", [1, None])
-def test_a_load_that_fails_on_one_rank(dies: int | None, tmp_path: Path, undisturbed: Any) -> None:
-    """Only a load helps then. If a rank fails in one, the shards of the others are enough to repeat it."""
-    config = {"batch": 3, "marks": str(tmp_path), "dies": dies}
+def test_a_load_that_fails_on_one_rank(tmp_path: Path, undisturbed: Any) -> None:
+    """Only a load helps then."""
+    config = {"batch": 3, "marks": str(tmp_path)}
     with TorchTrainer(
         training_operator_cls=Refusing,
         config=config,
         num_workers=4,
         use_gpu=False,
-        options=TrainingOptions(clip_norm=0.5, parallel="fsdp", replicas=2),
+        options=TrainingOptions(clip_norm=0.5, parallel="fsdp"),
         elastic=ElasticConfig(grow=False),
     ) as four:
+        four.load_state_dict(four.state_dict())
         four.train(num_steps=1)
         path = four.save(tmp_path / "earlier.pt")
         four.train(num_steps=1)
         (tmp_path / "refuse").touch()
-        (tmp_path / "die").touch()
         with pytest.raises(
             CheckpointError, match=r"rank \d: .*this rank refuses.*Now the state of this trainer is undefined"
         ):
             four.load(path)
-        assert len(four.recoveries) == (dies is not None)
+        assert not four.recoveries
         (tmp_path / "refuse").unlink()
         with pytest.raises(CheckpointError, match="the state of this trainer is undefined"):
             four.train()
@@ -476,9 +409,8 @@ class Saving(Mortal):
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize("options", [{"parallel": "fsdp", "replicas": 2}, {}], ids=["fsdp", "ddp"])
 def test_a_worker_that_is_killed_during_a_save_in_the_background(
-    options: dict[str, Any], sharded: bool, tmp_path: Path, undisturbed: Any
+    sharded: bool, tmp_path: Path, undisturbed: Any
 ) -> None:
     """Rank 1 while it stores its part, or rank 0 while it writes the file. The older checkpoint stays."""
 
@@ -493,7 +425,7 @@ def test_a_worker_that_is_killed_during_a_save_in_the_background(
         config={"batch": 3, "marks": str(tmp_path)},
         num_workers=4,
         use_gpu=False,
-        options=TrainingOptions(clip_norm=0.5, **options),
+        options=TrainingOptions(clip_norm=0.5),
         elastic=ElasticConfig(grow=False, snapshot_every=None),
     ) as four:
         four.train(num_steps=1)
@@ -517,14 +449,12 @@ def test_a_worker_that_is_killed_during_a_save_in_the_background(
 def test_memory_per_worker() -> None:
     """Print how many bytes each of four workers holds for parameters and Adam's state."""
     found = {}
-    for name, options in {"ddp": {}, "fsdp": {"replicas": 1}, "fsdp, replicas=2": {"replicas": 2}}.items():
-        wanted = TrainingOptions(parallel="fsdp", **options) if options else None
-        with TorchTrainer(
-            training_operator_cls=Wide, config={"batch": 1}, num_workers=4, use_gpu=False, options=wanted
-        ) as four:
+    for name in ("ddp", "fsdp"):
+        given: Any = {"config": {"batch": 1}, "num_workers": 4, "use_gpu": False}
+        with TorchTrainer(training_operator_cls=Wide, options=TrainingOptions(parallel=name), **given) as four:
+            four.load_state_dict(four.state_dict())
             four.train()
             found[name] = max(four.apply_all_operators(bytes_held))
     print(found)
-    whole = found["ddp"]
-    assert whole >= 3 * 4 * 4 * (512 * 512 + 512)
-    assert found["fsdp"] < 1.01 * whole / 4 and found["fsdp, replicas=2"] < 1.01 * whole / 2
+    assert found["ddp"] >= 3 * 4 * 4 * (512 * 512 + 512)
+    assert found["fsdp"] < 1.01 * found["ddp"] / 4

@@ -22,7 +22,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
-from raysgd.callbacks import EMA, GradientNormMonitor, LearningRateMonitor
 from raysgd.torch import nccl, replica
 from raysgd.torch.buffers import KeepBuffers
 from raysgd.torch.checkpoint import host_memory, packing
@@ -56,9 +55,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
         {"precision": "bf16", "accumulate": 4},
     ),
-    "LearningRateMonitor": ({"callbacks": [LearningRateMonitor()]}, {}, {}),
-    "GradientNormMonitor": ({"callbacks": [GradientNormMonitor()]}, {}, {}),
-    "EMA": ({"callbacks": [EMA(0.99)]}, {}, {}),
     "prefetch": ({}, {}, {}),  # with the carrier of CUDA
 }
 
@@ -298,7 +294,7 @@ class LeftBehind(LateNet):
 def moved() -> dict[str, Any]:
     """Load on one device what the other has saved, continue, and predict. Return what is refused, too."""
     options = TrainingOptions(precision="bf16", on_nonfinite="skip", clip_norm=1.0)
-    given: dict[str, Any] = {"use_gpu": False, "config": ADAM, "seed": 1, "options": options, "callbacks": [EMA(0.9)]}
+    given: dict[str, Any] = {"use_gpu": False, "config": ADAM, "seed": 1, "options": options}
     results, refused = [], ""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "state.pt")

@@ -302,30 +302,6 @@ class EmulatedNccl(dist.ProcessGroup):
         every = self._to_all(inputs)
         return self._queue("all_gather", every, every, receive, [each for several in outputs for each in several])
 
-    def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
-        return self.all_gather_single_coalesced([output], [given], opts)
-
-    def all_gather_single_coalesced(self, outputs: Any, inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        return self.allgather([self._parts(each) for each in outputs], [each.reshape(-1) for each in inputs])
-
-    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work:
-        sends = {rank: [each[rank] for each in inputs] for rank in self._ranks}
-        into = self._to_all(outputs)
-        return self._queue("reduce_scatter", sends, into, lambda found: _reduce(outputs, found, opts.reduceOp), outputs)
-
-    def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Work:
-        return self.reduce_scatter_single_coalesced([output], [given], opts)
-
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: list[torch.Tensor], opts: Any) -> Work:
-        return self.reduce_scatter([each.view(-1) for each in outputs], [self._parts(each) for each in inputs], opts)
-
-    _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced  # older names
-    _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
-
-    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return each rank's part of a tensor."""
-        return list(tensor.view(self.size(), -1).unbind())
-
 
 def _copy(contents: Tensors | None, tensors: Tensors) -> None:
     for content, tensor in zip(contents or (), tensors, strict=False):

@@ -210,12 +210,10 @@ class Counts(Curve):
 
 
 def state_of(operator: Any) -> torch.Tensor:
-    """Return the weights and Adam's moments that a rank has; of sharded ones, together with the others."""
+    """Return the weights and Adam's moments that a rank has."""
     (optimizer,), (model,) = parts_of(operator).optimizers, models_of(operator)
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    tensors: list[Any] = [*model.parameters(), *moments]
-    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in tensors]
-    return torch.cat([each.detach().flatten() for each in whole])
+    return torch.cat([each.detach().flatten() for each in [*model.parameters(), *moments]])
 
 
 def disarm(operator: Any) -> None:

@@ -21,9 +21,6 @@ TABLE: dict[str, tuple[float, dict[str, float]]] = {
     "on_nonfinite": (8, {"item in torch/skipped_steps.py _are_finite": 1}),
     "accumulate": (7.5, {}),  # the others are for what its batch counts in the window, and a copy of its metrics
     "accumulate, bf16": (9.5, {}),  # counts weigh each gradient, and not the loss
-    "LearningRateMonitor": (1, {}),
-    "GradientNormMonitor": (5, {}),
-    "EMA": (2, {}),
     "prefetch": (1, {}),
 }
 
@@ -43,8 +40,8 @@ def test_launches_and_waits_per_step(found: dict[str, Any]) -> None:
         name: (each["launches"] - each["by_hand"] - COUNTING, each["waits"]) for name, each in cases.items()
     } == TABLE
     assert {name: each["validation"][1] for name, each in cases.items()} == {name: {} for name in TABLE}
-    # A call's numbers are read together when it ends; those of a monitor are not the operator's.
-    own = {"fp16": {"item in torch/precision.py skipped": 1}, "GradientNormMonitor": {READS: 2}}
+    # A call's numbers are read together when it ends.
+    own = {"fp16": {"item in torch/precision.py skipped": 1}}
     assert {name: each["end"] for name, each in cases.items()} == {
         name: {READS: 1} | TABLE[name][1] | own.get(name, {}) for name in TABLE
     }
@@ -68,7 +65,7 @@ def test_no_batch_is_overwritten_although_memory_is_used_again(found: dict[str, 
 
 
 def test_raysgd_moves_all_that_it_should(found: dict[str, Any]) -> None:
-    """A state that one device has saved continues on the other, with models, buffers, moments and averages there."""
+    """A state that one device has saved continues on the other, with models, buffers and moments there."""
     assert found["moved"]["differences"] == pytest.approx([0.0, 0.0], abs=1e-6)
     assert "on the same device, got late:0 and cpu" in found["moved"]["refused"]
 

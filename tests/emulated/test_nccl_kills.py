@@ -17,7 +17,7 @@ from tests.faults import alive
 pytestmark = [pytest.mark.elastic, pytest.mark.usefixtures("ray_cluster")]
 
 BUCKETS: dict[str, Any] = {"ddp_args": {"bucket_cap_mb": 1e-4}}  # a bucket for each layer, and one for a bias
-DDP, FSDP = {"config": {"calls": "later"}, **BUCKETS}, {"parallel": "fsdp", "replicas": 2, "workers": 4}
+DDP = {"config": {"calls": "later"}, **BUCKETS}
 # No rank must make step 3, because of a sample that rank 1 has.
 INFINITE = {"config": {"spoils": float("inf")}, **BUCKETS}
 # The calls of a step: the first bucket, one in the backward pass, two more buckets, one after them, and a metric's after the step.
@@ -34,8 +34,6 @@ def more(*values: Any) -> Any:
     [
         (DDP, [*QUICK, (Kill(number=3), Kill("", rank=2, after_s=0.05))]),
         more(DDP, [Kill(number=n, place=p) for n in STEP for p in PLACES if Kill(number=n, place=p) not in QUICK]),
-        (FSDP, [Kill("all_gather", 1, "before"), Kill("reduce_scatter", 0, "before"), Kill(number=0)]),
-        more(FSDP, [Kill("all_gather", 0), Kill("reduce_scatter", 1), Kill(number=1, place="before"), Kill(number=2)]),
         more({"accumulate": 3, **BUCKETS}, [Kill(number=2, step=5), Kill(number=1, step=5), Kill("", step=4)]),
         # The second rank fails while the batches of three are trained in pieces.
         more({"workers": 4, **BUCKETS}, [(Kill(number=2, rank=3, step=2), Kill(number=1, step=4))]),
@@ -49,8 +47,6 @@ def more(*values: Any) -> Any:
     ids=[
         "ddp",
         "each call",
-        "fsdp",
-        "fsdp's others",
         "window",
         "pieces",
         "clip_norm",
@@ -136,26 +132,10 @@ def test_a_replacement_is_killed_while_it_joins(kill: Kill, tmp_path: Path) -> N
         halves(ground, between)
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("kill", [Kill("all_gather", 0, "before", step=None), Kill("all_gather", 7, step=None)])
-def test_kills_in_a_save_of_shards(kill: Kill, tmp_path: Path) -> None:
-    with trainer(**FSDP) as run:
-        ground = Ground(run, 4)
-
-        def save() -> None:
-            ground.lay(kill)
-            run.save(tmp_path / "saved.pt")
-            assert len(run.recoveries) == 1 and run.recoveries[0].in_place
-
-        halves(ground, save)
-        halves(ground, lambda: run.load(tmp_path / "saved.pt"))
-
-
-@pytest.mark.parametrize("given", [DDP, more(FSDP)], ids=["ddp", "fsdp"])
-def test_torchs_watchdog_ends_no_survivor(given: dict[str, Any]) -> None:
+def test_torchs_watchdog_ends_no_survivor() -> None:
     """It sees the end of the peer's connection before the abort, and would end the process a second later."""
-    with trainer(emulated={"network": True, "poll_s": 0.0001}, **given) as run:
-        ground = Ground(run, given.get("workers", 3))
+    with trainer(emulated={"network": True, "poll_s": 0.0001}, **DDP) as run:
+        ground = Ground(run, 3)
         ground.kill(Kill(number=3))
         seen = run.apply_all_operators(lambda operator: emulation().noticed)
         pids = run.apply_all_workers(os.getpid)

@@ -1,5 +1,5 @@
 """Workers are killed at random places on the emulation of NCCL, where torch's watchdog notices it before the abort: the others continue
-exactly. Their numbers determine the kills of a test: `-k "schedules and fsdp-20"` repeats those from 20 on."""
+exactly. Their numbers determine the kills of a test: `-k "schedules and 20"` repeats those from 20 on."""
 
 import os
 import random
@@ -14,45 +14,42 @@ from tests.faults import alive
 pytestmark = [pytest.mark.more, pytest.mark.elastic, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 WORKERS, QUICK, TOGETHER, SCHEDULES = 4, 3, 20, 100
-RUNS: dict[str, dict[str, Any]] = {
-    "ddp": {"config": {"calls": "later"}, "ddp_args": {"bucket_cap_mb": 1e-4}, "elastic": {"snapshot_every": 2}},
-    "fsdp": {"parallel": "fsdp", "replicas": 2},
+RUN: dict[str, Any] = {
+    "config": {"calls": "later"},
+    "ddp_args": {"bucket_cap_mb": 1e-4},
+    "elastic": {"snapshot_every": 2},
 }
-CALLS = {"ddp": {"all_reduce": 6}, "fsdp": {"all_reduce": 3, "all_gather": 2, "reduce_scatter": 2}}
+CALLS = 6
 
 
-def drawn(kind: str, number: int) -> list[Kill]:
-    """Return the kills of different ranks, some of them shortly after another one. The last copy of a shard may be on two of them."""
-    draw = random.Random(f"{kind}-{number}")
+def drawn(number: int) -> list[Kill]:
+    """Return the kills of different ranks, some of them shortly after another one."""
+    draw = random.Random(f"ddp-{number}")
     kills: list[Kill] = []
-    for rank in draw.sample(range(WORKERS), draw.choice([1, 1, 2, 2, 3] if kind == "ddp" else [1, 1, 2])):
+    for rank in draw.sample(range(WORKERS), draw.choice([1, 1, 2, 2, 3])):
         if kills and draw.random() < 0.4:
             kills.append(Kill("", rank=rank, step=kills[-1].step, after_s=draw.choice([0.0, 0.01, 0.05])))
         else:
-            operation, count = draw.choice(list(CALLS[kind].items()))
             place = draw.choice(["before", "in", "after"])
-            kills.append(Kill(operation, draw.randrange(count), place, rank, draw.randrange(1, 5)))
+            kills.append(Kill("all_reduce", draw.randrange(CALLS), place, rank, draw.randrange(1, 5)))
     return kills
 
 
-def blocks(kind: str) -> list[Any]:
-    rest = [pytest.param(kind, first, TOGETHER, marks=pytest.mark.nightly) for first in range(0, SCHEDULES, TOGETHER)]
-    return [pytest.param(kind, 0, QUICK, id=f"{kind}-quick"), *rest]
+BLOCKS = [pytest.param(first, TOGETHER, marks=pytest.mark.nightly) for first in range(0, SCHEDULES, TOGETHER)]
 
 
-@pytest.mark.parametrize(("kind", "first", "count"), [*blocks("ddp"), *blocks("fsdp")])
-def test_schedules(kind: str, first: int, count: int) -> None:
+@pytest.mark.parametrize(("first", "count"), [pytest.param(0, QUICK, id="quick"), *BLOCKS])
+def test_schedules(first: int, count: int) -> None:
     network = {"network": True, "poll_s": 0.0001}
-    with trainer(WORKERS, emulated=network, **RUNS[kind]) as run:
+    with trainer(WORKERS, emulated=network, **RUN) as run:
         ground = Ground(run, WORKERS)
         for number in range(first, first + count):
-            kills = drawn(kind, number)
+            kills = drawn(number)
             print(number, kills, flush=True)
             ground.restore()
             pids = run.apply_all_workers(os.getpid)
             before = len(run.recoveries)
             ground.lay(*kills)
-            run.load_state_dict(ground.before)  # last, because ranks that lack shards load it again
             assert run.train()["num_samples"] == ROWS
             time.sleep(0.06)  # until the last one has been killed
             difference = ground.difference()

@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd.core.control import Control
 from raysgd.core.messages import ProgressReport, StackReport, StackRequest
-from raysgd.core.outcomes import CollectivePlace, Interrupted, Ok, Outcome
+from raysgd.core.outcomes import Interrupted, Ok, Outcome
 from raysgd.core.progress import Progress
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.worker_table import WorkerTable
@@ -38,10 +38,9 @@ class FakeGroup:
     silence   for how many seconds each worker has sent nothing
     dead      machines that have failed
     stacks    what workers answer when they are asked for their stacks
-    places    the collective calls in which they then are
     """
 
-    elastic = True
+    elastic, term = True, 0
 
     def __init__(self, free: int = 4, names: Iterable[str] = (), **outcomes: Outcome | None) -> None:
         self.listener: Callable[[Event], None] = lambda event: None
@@ -49,7 +48,6 @@ class FakeGroup:
         self.events: list[Event] = []
         self.silence: dict[str, float] = defaultdict(float)
         self.stacks: dict[str, tuple[str, ...]] = {}
-        self.places: dict[str, CollectivePlace] = defaultdict(CollectivePlace)
         self.dead, self.looked = set[str](), list[str]()
         self.asked, self.killed, self.dismissed = 0, list[str](), list[str]()
         self._names = itertools.chain(names, (f"w{number}" for number in itertools.count(1)))
@@ -83,7 +81,7 @@ class FakeGroup:
         if isinstance(message, StackRequest):
             self.asked += 1
             if worker in self.stacks:
-                answer = StackReport(message.round, self.stacks[worker], place=self.places[worker])
+                answer = StackReport(message.round, self.stacks[worker])
                 self.events.append(MessageReceived(worker, answer))
         return True
 
@@ -105,7 +103,7 @@ class FakeGroup:
     def releasing(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def stop(self, *, leave: bool = False) -> None:
+    def stop(self) -> None:
         """There is no process to end."""
 
 

@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 
 from raysgd.config import Limits
-from raysgd.core.outcomes import GpuFault, Left, Ok, WorkerFailed
+from raysgd.core.outcomes import GpuFault, Ok, WorkerFailed
 from raysgd.core.ranks import RankInfo
 from raysgd.engine.generation import Generation
+from raysgd.engine.takeover import gather
 from raysgd.errors import ResourceError, WorkerStartError
+from raysgd.workers.orphan import Left
 from tests.engine.fake_group import FakeGroup, Interrupted, SingleWorkerBackend, started
 
 
@@ -46,7 +48,7 @@ def test_a_worker_that_has_not_got_the_new_operator_gets_it_again() -> None:
     group = Lossy()
     table = group.table()
     generation = Generation(table, SingleWorkerBackend(), limits, factory=None, hook=None)
-    (left,) = generation.gather(table.launch(1))
+    (left,) = gather(table, generation, table.launch(1))
     assert left.rank_info.generation == 3 and group.dismissed == []
 
 

@@ -37,7 +37,7 @@ class Slots(FakeGroup):
     def dismiss(self, worker: str) -> None:
         self.places["free"] = min(self.places["free"] + 1, 4)
 
-    def stop(self, *, leave: bool = False) -> None:
+    def stop(self) -> None:
         self.places["free"] = 4
 
 

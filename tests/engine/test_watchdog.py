@@ -11,11 +11,11 @@ import pytest
 
 from raysgd.core.control import report_interval_s
 from raysgd.core.messages import ProgressReport
-from raysgd.core.outcomes import CollectivePlace, Interrupted, WorkerFailed
+from raysgd.core.outcomes import Interrupted, WorkerFailed
 from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.engine.call import FanOut
-from raysgd.engine.watchdog import ExtraCalls, Watchdog, ask
+from raysgd.engine.watchdog import Watchdog, ask
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.workers.calls import SMALL, Blob
 from raysgd.workers.events import CallEnded
@@ -63,7 +63,7 @@ def asks(table: Any) -> None:
 
 
 def fans_out(table: Any) -> None:
-    FanOut(table, MagicMock(), MagicMock(), lambda job: False, comparison=MagicMock()).run(Call(print))
+    FanOut(table, MagicMock(), MagicMock(), lambda job: False).run(Call(print))
 
 
 @pytest.mark.parametrize("wait", [asks, fans_out])
@@ -263,7 +263,7 @@ def slow_call(fails_at: dict[str, float]) -> tuple[SlowNetwork, FanOut]:
     table.enter_group(table.launch(2))
     limits = SimpleNamespace(hang_s=LIMIT_S)
     job = SimpleNamespace(is_waiting=lambda: False, hurry_s=None, on_return=lambda rank: None)
-    fan_out = FanOut(table, MagicMock(limits=limits, number=1), job, lambda job: False, comparison=MagicMock())  # type: ignore[arg-type]
+    fan_out = FanOut(table, MagicMock(limits=limits, number=1), job, lambda job: False)  # type: ignore[arg-type]
     fan_out.run(Call(print, {"state": Blob(bytes(SMALL))}))
     return group, fan_out
 
@@ -281,45 +281,3 @@ def test_a_call_whose_arguments_do_not_reach_a_worker_has_failed() -> None:
     assert "run" not in {verb for verb, _, _ in group.log}
     assert isinstance(fan_out.outcomes["b"], WorkerFailed)
     assert isinstance(fan_out.outcomes["a"], Interrupted)  # it has the arguments, and no answer
-
-
-def extra_calls(*, done: int, **places: CollectivePlace) -> tuple[ExtraCalls, list[float]]:
-    """Watch ranks in these places for 20 s, of which the first one ends its call at once if it has made `done` collective
-    calls (-1: it does not). Return what watched them, and when it interrupted them."""
-    now, group, interrupted = [0.0], FakeGroup(names=places, run=None), list[float]()
-    table = group.table(lambda: now[0])
-    workers = table.launch(len(places))
-    group.stacks, group.places = dict.fromkeys(places, IN_COLLECTIVE), places
-    calls = table.open_calls(lambda: interrupted.append(now[0]))
-    extra = ExtraCalls(table, workers, calls)
-    for worker in workers:
-        calls.expect(worker, group.submit(worker, "run", {}))
-    if done >= 0:
-        group.events.append(CallEnded(workers[0], 1, Ok(collectives=done)))
-    while now[0] < 20:
-        now[0] += 0.1
-        table.pump(0.0)
-        calls.collect()
-        extra.tick()
-    return extra, interrupted
-
-
-def at(count: int, name: str = "all_reduce", before: int = 0) -> CollectivePlace:
-    return CollectivePlace(count, name, "train.py:7 train_batch", begun=((1, before),))
-
-
-def test_a_rank_in_a_call_beyond_the_end_of_another_is_interrupted_soon() -> None:
-    extra, interrupted = extra_calls(done=3, a=at(3), b=at(4))
-    assert extra.found == {"b": at(4)}
-    assert len(interrupted) == 1 and interrupted[0] < 4
-
-
-def test_ranks_that_wait_after_different_numbers_of_calls_are_interrupted() -> None:
-    extra, interrupted = extra_calls(done=-1, a=at(3, before=2), b=at(3, before=1))
-    assert set(extra.found) == {"a", "b"} and len(interrupted) == 1
-
-
-@pytest.mark.parametrize("places", [(at(3), at(3)), (at(3), at(4, name=""))], ids=["the last call", "no call"])
-def test_a_rank_that_may_still_finish_is_not_interrupted(places: tuple[CollectivePlace, CollectivePlace]) -> None:
-    extra, interrupted = extra_calls(done=3, a=places[0], b=places[1])
-    assert (extra.found, interrupted) == ({}, [])

@@ -26,7 +26,7 @@ from ray._raylet import GcsClient
 from ray.core.generated import autoscaler_pb2
 from torch.utils.data import DataLoader
 
-from raysgd import TorchTrainer, TrainingOperator, TrainingOptions, train
+from raysgd import TorchTrainer, TrainingOperator, train
 from raysgd.cli import main
 from raysgd.config import ElasticConfig
 from raysgd.core import speed
@@ -40,8 +40,6 @@ LONG = 3200  # samples of an epoch that takes seconds
 LONGER = {**SETTINGS, "samples": LONG, "step_s": 0.02}
 STORMY = {**LONGER, "samples": 2000, "batch_size": 12}
 ELASTIC = {"hang_timeout_s": float(os.environ.get("HANG_TIMEOUT_S", "20")), "snapshot_every": None}
-SHARDED = TrainingOptions(parallel="fsdp", replicas=2)
-BUCKET = "s3://bucket"
 HISTORY = "/tmp/history.jsonl"
 
 
@@ -377,33 +375,6 @@ def drain() -> dict[str, Any]:
         return {"before": before, **facts(of, LONG), "lost_and_doubled": counts}
 
 
-def sharded() -> dict[str, Any]:
-    """Train a sharded model, of which each half is on two hosts. A host fails in an epoch. Save it to a store."""
-    import s3fs
-
-    s3fs.S3FileSystem().mkdir(BUCKET)
-    counts = []
-    with trainer(config=LONGER, num_workers=4, options=SHARDED) as of:
-        for epoch in range(2):
-            now(f"epoch {epoch}", of)
-            of.train()
-            counts.append(lost_and_doubled(of, LONG))
-        of.save(f"{BUCKET}/parts", sharded=True)
-        saved = digest_of(of.get_model())
-        of.train()
-        left = digest_of(of.get_model())
-        of.load(f"{BUCKET}/parts", trusted=True)
-        found = {"saved": saved, "left": left, "loaded": digest_of(of.get_model())}
-        of.train()
-        counts.append(lost_and_doubled(of, LONG))
-        return {
-            **found,
-            "files": s3fs.S3FileSystem().ls(f"{BUCKET}/parts"),
-            **facts(of, LONG),
-            "lost_and_doubled": counts,
-        }
-
-
 def tensorflow() -> dict[str, Any]:
     from noting_keras import NotingKeras
 
@@ -517,14 +488,15 @@ def functions() -> dict[str, Any]:
     }
 
 
-PARTS = (once, beside, files, slow, calls, epochs, storm, wait, moments, drain, sharded)
+PARTS = (once, beside, files, slow, calls, epochs, storm, wait, moments, drain)
 PARTS += (tensorflow, horovod, loaders, large_loaders, unequal, functions)
 
 if __name__ == "__main__":
     if sys.argv[1] == "doctor":
         main(["doctor", "--folder", "/tmp"])
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    ray.init(log_to_driver=False)
+    if sys.argv[1] != "files":  # there, raysgd connects, and Ray brings the module
+        ray.init(log_to_driver=False)
     try:
         result = {part.__name__: part for part in PARTS}[sys.argv[1]]()
     except RaysgdError as error:

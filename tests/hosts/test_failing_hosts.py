@@ -219,31 +219,6 @@ def test_a_function_continues_without_a_host(make: Callable[..., Hosts]) -> None
     assert found["epoch"] == 2 and found["again"] == 1600
 
 
-STORE = "from moto.server import main; main(['-H', '10.9.0.1', '-p', '5000'])"
-S3 = {
-    "AWS_ACCESS_KEY_ID": "anybody",
-    "AWS_SECRET_ACCESS_KEY": "nothing",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_ENDPOINT_URL": "http://10.9.0.1:5000",
-}
-
-
-def test_a_sharded_model_loses_a_host_and_is_saved_to_a_store(make: Callable[..., Hosts]) -> None:
-    pytest.importorskip("moto.server")
-    hosts = make(5, start=False)
-    hosts.environment.update(S3)
-    hosts.start_ray(head_cpus=0)
-    hosts.keep(hosts[0].start(sys.executable, "-c", STORE))
-    with begin(hosts[0], "sharded") as script:
-        victim = announced(script, hosts, "epoch 1")[1]
-        time.sleep(ENOUGH_S)
-        victim.kill()
-        found = found_by(script)
-    assert found["lost_and_doubled"] == [[0, 0]] * 3
-    assert found["recoveries"][0]["in_place"] and found["recoveries"][0]["batches_redone"] == 0
-    assert found["loaded"] == found["saved"] != found["left"] and found["files"]
-
-
 def test_hosts_differ(make: Callable[..., Hosts]) -> None:
     """One has Python and the checkout in other places and a read-only home, one has 8 MB of /dev/shm, one has a single CPU."""
     hosts = make(4, start=False)

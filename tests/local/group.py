@@ -16,7 +16,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -32,11 +32,10 @@ from raysgd.torch.strategies import Strategy
 from raysgd.torch.trainer import choose_strategy
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.description import RunDescription, make_engine
-from raysgd.training.named import NamedRun
 from raysgd.training.snapshots import LOADED_S, Snapshotter
 from raysgd.training.user_functions import notice_preemption
 from raysgd.workers.calls import with_value
-from raysgd.workers.replica_host import ReplicaHost
+from raysgd.workers.orphan import NamedHost
 from tests.local.tasks import Task, current
 from tests.simulation.faults import Schedule
 from tests.simulation.group import SimGroup, Worker
@@ -92,7 +91,7 @@ class Faults(Schedule):
         """Nothing happens to the driver."""
 
 
-class Host(ReplicaHost):
+class Host(NamedHost):
     """Copies what other processes would get as copies."""
 
     rank = -1
@@ -128,14 +127,14 @@ class LocalGroup(SimGroup):
 class LocalTenure:
     """The term of a script that begins when the one before it has ended."""
 
-    superseded = False
+    superseded, leaves = False, True
 
     def __init__(self, group: LocalGroup, name: str, orphan_s: float) -> None:
         self.name, self.orphan_s, self._group = name, orphan_s, group
         while not (grant := group.keeper.take(group.world.now)).term:
             group.world.run(1.0, lambda: False)
         self.term, self.record = grant.term, dict(grant.record)
-        group.term = self.term
+        group.term, group.tenure = self.term, self
 
     def commit(self, parts: Mapping[str, bytes]) -> None:
         self.record.update(parts)
@@ -301,7 +300,7 @@ class Cluster:
         self._schedule.group = group
         if named:
             group.keeper = group.keeper or Lease()
-            calls.named = NamedRun(cast(Any, LocalTenure(group, *named)), factory, calls.place)
+            calls.tenure = LocalTenure(group, *named)
         times = {"join_s": limits.join_s, "collective_s": limits.collective_s}
         return Engine(
             group,
@@ -312,7 +311,6 @@ class Cluster:
             target=factory.settings.num_workers,
             elastic=elastic,
             limits=limits,
-            term=group.term,
             clock=world.clock,
             jitter=world.random.random,
             on_progress=calls.on_progress,

@@ -234,7 +234,7 @@ class Calls(RuleBasedStateMachine):
 
     @precondition(lambda self: self.saved)
     @rule(data=st.data())
-    def load(self, data: Any, *, other_code: bool = False) -> None:
+    def load(self, data: Any) -> None:
         path = data.draw(st.sampled_from(sorted(self.saved)))
         happened = self.fault(data.draw, ("load_state_dict",))
         self.run.load(path, trusted=True)

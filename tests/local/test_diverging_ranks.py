@@ -79,7 +79,11 @@ def weights_of(each: Any, name: str = "model") -> Any:
             "of self.second, which belongs to no registered model and is therefore not averaged, differs between rank 0 and rank 1",
             "second",
         ),
-        ("a rate for each rank", "lr of self.optimizer (SGD) is 0.05 on rank 0, 0.1 on rank 1; the parameter", "model"),
+        (
+            "a rate for each rank",
+            "the parameter weight of self.model differs between rank 0 and rank 1 by about",
+            "model",
+        ),
     ],
 )
 def test_a_mistake_that_raises_no_error_is_logged_once(
@@ -97,15 +101,11 @@ def test_a_mistake_that_raises_no_error_is_logged_once(
     assert "not passed to register()" in text
 
 
-@pytest.mark.parametrize(("num_steps", "step"), [(None, STEPS), (2000, 50)])
-def test_an_error_is_raised_in_the_call_and_the_trainer_can_be_used_again(num_steps: int | None, step: int) -> None:
-    """After the call, or after the first 50 steps of a long one. The next call begins with rank 0's weights on all ranks."""
+def test_an_error_is_raised_by_the_call_and_the_trainer_can_be_used_again() -> None:
+    """The next call begins with rank 0's weights on all ranks."""
     with trainer("a rate for each rank", on_divergence="raise") as training:
-        with pytest.raises(
-            DivergenceError, match=rf"after step {step} .* lr of self.optimizer \(SGD\) is 0.05 on rank 0, 0.1 on"
-        ):
-            training.train(num_steps=num_steps)
-        assert training.apply_all_operators(lambda operator: operator.global_step)[0] < 2000
+        with pytest.raises(DivergenceError, match=f"after step {STEPS} .* weight of self.model differs between"):
+            training.train()
         training.apply_all_operators(lambda operator: operator.optimizer.param_groups[0].update(lr=0.05))
         training.train()
         first, second = weights_of(training)

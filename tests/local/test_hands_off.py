@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
-from raysgd.callbacks import EMA, GradientNormMonitor, LearningRateMonitor, Throughput, TorchProfilerCallback
+from raysgd.callbacks import TorchProfilerCallback
 from raysgd.torch import TrainingOperator
 from tests.local.group import Cluster, Fault
 from tests.recorded import forget, recorded, touched
@@ -61,7 +61,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "global": {"elastic": ElasticConfig(grow=False)},
     "epochs": {"scheduler_step_freq": "epoch"},
     "manual": {"scheduler_step_freq": "manual"},
-    "monitors": {"callbacks": [EMA(0.9), LearningRateMonitor(), GradientNormMonitor(), Throughput()]},
     "seed": {"seed": 3},
 }
 

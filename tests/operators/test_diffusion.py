@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from raysgd import TorchTrainer
-from raysgd.callbacks import EMA
 from raysgd.constants import BATCH_SIZE
 from raysgd.operators.image_classification import digits_data
 
@@ -30,7 +29,7 @@ def nearest(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def test_draws_digits() -> None:
     torch.manual_seed(0)
     config = {"batch_size": 64, "lr": 4e-3, "sampling_steps": 10}
-    with TorchTrainer(training_operator_cls=DiffusionOperator, config=config, callbacks=[EMA(0.95)]) as trainer:
+    with TorchTrainer(training_operator_cls=DiffusionOperator, config=config) as trainer:
         losses = [trainer.train()["train_loss"] for _ in range(6)]
         result = trainer.validate()
         images = trainer.predict(torch.randn(100, 1, 8, 8))

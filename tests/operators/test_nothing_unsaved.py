@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from raysgd import TorchTrainer, TrainingOperator
-from raysgd.callbacks import EMA
 from raysgd.constants import BATCH_SIZE
 from tests.local.group import Cluster
 from tests.operators.test_auto_batch import OPERATORS
@@ -79,7 +78,6 @@ def test_the_log_names_nothing_that_is_not_saved(name: str, tmp_path: Path, capl
             num_workers=2 if name in OPERATORS else 1,
             use_gpu=False,
             scheduler_step_freq="manual" if "epochs" in config or name == "migrate_v1_after" else None,
-            callbacks=[EMA(0.9)] if name in OPERATORS else [],
         ) as trainer,
     ):
         assert trainer.train(num_steps=2)["batch_count"] > 0

@@ -49,22 +49,16 @@ class Loop:
         self.model.train()
         batches = list(by_hand.own(torch.tensor(list(self.sampler)), *self.share))
         losses = samples = 0.0
-        steps: list[tuple[float, float]] = []  # the rate and the norm of the gradients of each
         for first in range(0, len(batches), self.config["accumulate"]):
             window = batches[first : first + self.config["accumulate"]]
             lr = self.config["lr"] * gpt.rate(self.step, self.steps, self.steps // 10)
-            loss, norm = self.optimize(window, lr)
-            steps.append((lr, norm))
-            losses, samples = losses + loss, samples + sum(len(mine) for mine, _ in window)
+            losses, samples = losses + self.optimize(window, lr), samples + sum(len(mine) for mine, _ in window)
             self.step += 1
         losses, samples = by_hand.total(losses, samples)
-        found = {"train_loss": losses / samples, "num_samples": samples}
-        for name, values in zip(("lr_0", "grad_norm"), zip(*steps, strict=True), strict=True):
-            found |= {name: sum(values) / len(values), f"last_{name}": values[-1]}
-        return found
+        return {"train_loss": losses / samples, "num_samples": samples}
 
-    def optimize(self, window: Sequence[tuple[torch.Tensor, int]], lr: float) -> tuple[float, float]:
-        """Make one step of the optimizer. Return the sum of the losses of this rank's samples, and the gradients' norm."""
+    def optimize(self, window: Sequence[tuple[torch.Tensor, int]], lr: float) -> float:
+        """Make one step of the optimizer. Return the sum of the losses of this rank's samples."""
         losses, total = 0.0, sum(size for _, size in window)
         self.optimizer.zero_grad()
         for number, (mine, size) in enumerate(window, 1):
@@ -76,11 +70,11 @@ class Loop:
         clipped = [
             each for group in self.optimizer.param_groups for each in group["params"]
         ]  # in this order, for equal bits
-        norm = nn.utils.clip_grad_norm_(clipped, 1.0).item()
+        nn.utils.clip_grad_norm_(clipped, 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        return losses, norm
+        return losses
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:

@@ -57,7 +57,6 @@ class Loop:
     def train(self) -> dict[str, float]:
         self.model.train()
         losses = samples = 0.0
-        rate = self.schedule.get_last_lr()[0]
         for mine, size in by_hand.own(torch.cat(list(self.shuffled)), *self.share):
             images, labels = by_hand.collated(self.data, mine)
             self.weight.value = len(mine) * self.config["workers"] / size
@@ -68,7 +67,7 @@ class Loop:
             losses, samples = losses + loss.item() * len(mine), samples + len(mine)
         self.schedule.step()
         losses, samples = by_hand.total(losses, samples)
-        return {"train_loss": losses / samples, "num_samples": samples, "lr": rate}
+        return {"train_loss": losses / samples, "num_samples": samples}
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:

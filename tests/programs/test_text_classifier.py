@@ -53,7 +53,7 @@ def loop(rank: int, workers: int, epochs: int, rows: int, batch: int) -> tuple[l
         lost = right = 0.0
         for number, texts in enumerate(training):
             seed_for(0, epoch=epoch, offset=by_hand.place(number, batch * workers, rows, rank, workers))
-            mine, rate = len(texts["labels"]), optimizer.param_groups[0]["lr"]
+            mine = len(texts["labels"])
             weight.value = mine * workers / by_hand.total(mine)[0]
             optimizer.zero_grad()
             loss = model(**texts).loss
@@ -62,7 +62,7 @@ def loop(rank: int, workers: int, epochs: int, rows: int, batch: int) -> tuple[l
             optimizer.step()
             schedule.step()
             lost += loss.item() * mine
-        figures.append({"train_loss": by_hand.total(lost)[0] / rows, "last_lr": rate})
+        figures.append({"train_loss": by_hand.total(lost)[0] / rows})
         model.eval()
         lost = right = 0.0
         with torch.no_grad():

@@ -45,7 +45,6 @@ class Checker:
         self.told: set[Any] = set()
         self.redone = 0
         self.least = 0
-        self.may_load_again = False  # the members of the newest group lack shards
         self.gpus: Counter[tuple[str, str]] = Counter()
         self._found: Violation | None = None
         self._beyond: dict[str, list[Step]] = {}  # what workers have applied that their driver had given up
@@ -104,12 +103,6 @@ class Checker:
         """Check that no worker is set up on a GPU that has failed twice."""
         if self.gpus[worker.node.name, worker.gpu] >= 2:
             self.fail(f"{worker.name} is set up on GPU {worker.gpu} of {worker.node.name}, which has failed twice")
-
-    def divides(self, *, lost: bool) -> None:
-        """Note that a group divides a state among its members, or that they have `lost` shards of it: then they are to load
-        a checkpoint, before any other call."""
-        self.may_load_again = self.may_load_again or lost
-        self._discarded = [] if lost else self._discarded
 
     # -- drivers --------------------------------------------------------------------------------------
 

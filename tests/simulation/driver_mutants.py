@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from raysgd.core.lease import Grant, Lease
-from raysgd.core.ranks import RankInfo
-from raysgd.engine import engine, generation
+from raysgd.engine import generation, takeover
 from raysgd.engine.engine import Engine
 from raysgd.engine.generation import Generation
-from raysgd.workers.orphan import DriverContact
-from raysgd.workers.replica_host import ReplicaHost
+from raysgd.engine.worker_table import WorkerTable
+from raysgd.workers.orphan import DriverContact, Left, NamedHost
 from tests.simulation.group import SimGroup
 from tests.simulation.seeds import simulate
 
@@ -140,25 +139,23 @@ def wait_for_peers_that_have_stopped(patch: Patch) -> None:
 
 @mutant
 def begin_again_with_new_workers(patch: Patch) -> None:
-    original = Generation.gather
-
-    def gather(self: Generation, workers: Sequence[str]) -> None:
+    def gather(table: WorkerTable, generation: Generation, workers: Sequence[str]) -> list[Left]:
         for worker in workers:
-            self._table.dismiss(worker)
-        original(self, [])
+            table.dismiss(worker)
+        return []
 
-    patch.setattr(Generation, "gather", gather)
+    patch.setattr(takeover, "gather", gather)
 
 
 @mutant
 def take_a_state_of_any_generation(patch: Patch) -> None:
-    original = ReplicaHost._attach
+    original = NamedHost._attach
 
-    def attach(self: ReplicaHost) -> RankInfo | None:
-        found = original(self)
-        return None if found is None else replace(found, generation=1)
+    def attach(self: NamedHost, factory: Any) -> Left | None:
+        found = original(self, factory)
+        return None if found is None else replace(found, rank_info=replace(found.rank_info, generation=1))
 
-    patch.setattr(ReplicaHost, "_attach", attach)
+    patch.setattr(NamedHost, "_attach", attach)
 
 
 @mutant
@@ -173,7 +170,7 @@ def forget_which_call_was_running(patch: Patch) -> None:
 
 @mutant
 def forget_what_was_measured_before(patch: Patch) -> None:
-    patch.setattr(engine, "collect_results_left", lambda left, call: [])
+    patch.setattr(takeover, "results_left", lambda left, call: [])
 
 
 @mutant
@@ -187,7 +184,7 @@ def take_no_snapshot_in_a_takeover(patch: Patch) -> None:
 
     def attach(self: Engine, **given: Any) -> bool:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(engine, "newest_state", lambda found: None)
+            inner.setattr(takeover, "newest_state", lambda found: None)
             return original(self, **given)
 
     patch.setattr(Engine, "attach", attach)

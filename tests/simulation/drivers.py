@@ -219,7 +219,6 @@ class NamedScript(Script):
         drivers, first = driver.drivers, driver.drivers.first
         self.driver, self.drivers, self.plan, self.world = driver, drivers, drivers.plan, drivers.world
         self.checker, self.schedule, self.group = first.checker, first.schedule, driver.group
-        self._over = False
         record = self._take_lease()
         self._line, self._trained, self._recoveries, target, self._reached = record or (
             0,
@@ -281,7 +280,7 @@ class NamedScript(Script):
                 return
             self._commit()
         lines = self.plan.script
-        while self._line < len(lines) and not self._over:
+        while self._line < len(lines):
             self._until_done(*lines[self._line].split())
             self._line += 1
             self._commit()

@@ -24,7 +24,7 @@ from raysgd.workers.calls import SMALL, Blob
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.keeper import RENEWALS
-from raysgd.workers.orphan import DriverContact
+from raysgd.workers.orphan import DriverContact, NamedHost
 from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.worker_group import Room
 from tests.simulation.network import DRIVER, Link, Network, ProcessGroup, SimBackend
@@ -133,7 +133,8 @@ class Worker(Process):
             self.take,
             self.ask_driver,
         )
-        self.host = ReplicaHost(self.backend, self.client.control, remote=False)
+        kind = NamedHost if plan.orphan_s else ReplicaHost
+        self.host = kind(self.backend, self.client.control, remote=False)
         self.host.find_fault = find_fault
         self.term = group.term
         self._adopters: list[SimGroup] = []
@@ -484,7 +485,7 @@ class SimGroup:
         self._names = itertools.count(1) if before is None else before._names
         self.keeper: Any = None if before is None else before.keeper
         self.driver: Any = None
-        self.term = 0
+        self.term, self.tenure = 0, None
         self.gone = False  # whether the driver's process has ended
         self.superseded, self.renewed_at = False, world.now
         self.launched: list[str] = []
@@ -729,8 +730,8 @@ class SimGroup:
             raise ConnectionError("the transfer has ended")
         return transfer
 
-    def stop(self, *, leave: bool = False) -> None:
-        if leave or self.superseded:
+    def stop(self) -> None:
+        if self.superseded or (self.tenure is not None and self.tenure.leaves):
             self.driver_ended()
             return
         for worker in list(self._known):

@@ -502,18 +502,6 @@ def allow_one_failure_less(patch: Patch) -> None:
 
 
 @mutant
-def compare_different_steps(patch: Patch) -> None:
-    original = WorkerTable.begin_run
-
-    def begin_run(self: WorkerTable, worker: str, method: str) -> None:
-        shown = self._workers[worker].shown
-        original(self, worker, method)
-        self._workers[worker].shown = shown
-
-    patch.setattr(WorkerTable, "begin_run", begin_run)
-
-
-@mutant
 def give_new_workers_no_state(patch: Patch) -> None:
     patch.setattr(Generation, "load", lambda self, workers, state: True)
 

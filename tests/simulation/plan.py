@@ -12,7 +12,7 @@ from typing import Any
 
 from raysgd.config import ElasticConfig, Limits
 
-__all__ = ["HARMLESS", "KINDS", "PHASES", "PLANS", "Fault", "Plan", "named_plan_for", "plan_for", "sharded_plan_for"]
+__all__ = ["HARMLESS", "KINDS", "PHASES", "PLANS", "Fault", "Plan", "named_plan_for", "plan_for"]
 
 # Moments in a worker at which a fault can be injected. Where the user's code runs, it can also raise an error.
 RUNNING = ("data", "forward", "reduced", "applied", "message")
@@ -134,10 +134,8 @@ class Fault(Printed):
 class Plan(Printed):
     """Everything that decides a run. `seed` decides the delays, `later` when nodes are added and how large they are,
     `late` how many of the messages arrive up to half a second late, and `script` the calls of the user's script, such as
-    "train" (an epoch), "train 7" and "resize 2". With `orphan_s`, the trainer has a name. With `replicas`, the model is
-    sharded, with so many copies of each shard. `compare` is after
-    how many steps, and then after calls, the driver compares the ranks' weights, which must be equal (None: never), and
-    `retries` how many failures a call may survive."""
+    "train" (an epoch), "train 7" and "resize 2". With `orphan_s`, the trainer has a name. With `compare`, the driver compares
+    the ranks' weights after calls, which must be equal. `retries` is how many failures a call may survive."""
 
     seed: int = 0
     ranks: int = 2
@@ -153,11 +151,10 @@ class Plan(Printed):
     grow: Any = True
     spares: int = 0
     snapshot_every: Any = "epoch"
-    compare: int | None = None
+    compare: bool = False
     retries: int = -1
     max_attempts: int = 100
     orphan_s: float = 0.0
-    replicas: int = 0
     script: tuple[str, ...] = ("train",)
     faults: tuple[Fault, ...] = ()
 
@@ -172,7 +169,7 @@ class Plan(Printed):
             grow=self.grow,
             snapshot_every=self.snapshot_every,
             hot_spares=self.spares,
-            on_divergence="warn" if self.compare is None else "raise",
+            on_divergence="raise" if self.compare else "warn",
         )
 
     @cached_property
@@ -212,7 +209,7 @@ def plan_for(seed: int) -> Plan:
         grow=grow,
         spares=draw.choice([0, 0, 1, 2]) if grow else 0,
         snapshot_every=draw.choice(["epoch", "epoch", 1, 3, None]),
-        compare=draw.choice([2, 3, 5]) if compare else None,
+        compare=compare,
         retries=draw.choice([-1, -1, -1, -1, -1, 0, 1, 2]),
         script=_script(draw, ranks, places),
         faults=faults,
@@ -323,26 +320,4 @@ def named_plan_for(seed: int) -> Plan:
     return replace(plan, faults=tuple(faults), orphan_s=orphan_s)
 
 
-def sharded_plan_for(seed: int) -> Plan:
-    """Draw a plan of a sharded model, most of whose scripts save."""
-    draw = random.Random(f"sharded plan {seed}")
-    plan = plan_for(seed)
-    ranks = max(plan.ranks, 2)
-    script = [line for line in plan.script for line in ([line, "save"] if draw.random() < 0.5 else [line])]
-    samples = max(plan.samples, ranks * plan.batch)
-    nodes = plan.nodes if plan.ranks == ranks else (*plan.nodes, 1)
-    global_batch = plan.global_batch and ranks * plan.batch
-    plan = replace(plan, ranks=ranks, samples=samples, nodes=nodes, global_batch=global_batch)
-    plan = replace(plan, in_place=True, snapshot_every=None, compare=None)
-    faults = plan.faults
-    if draw.random() < 0.3:  # a worker fails, and another one while the others load
-        kind, at, count = draw.choice(["kill", "kill", "reset"]), draw.choice(LOADING), draw.randint(1, 4)
-        faults = (
-            Fault("kill", "applied", draw.randint(1, 30)),
-            Fault(kind, at, count, pick=draw.randrange(64)),
-            *faults,
-        )
-    return replace(plan, replicas=draw.choice([1, 1, 2, 2, 3]), script=tuple(script), faults=faults)
-
-
-PLANS = {"": plan_for, "named": named_plan_for, "sharded": sharded_plan_for}
+PLANS = {"": plan_for, "named": named_plan_for}

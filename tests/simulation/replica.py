@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +15,6 @@ from raysgd.core.metrics import Measured, for_all_ranks
 from raysgd.core.outcomes import DataLoaderFailure, Interrupted
 from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
-from raysgd.core.rank_comparison import Summary
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import SamplingPlan
 from raysgd.errors import CheckpointError
@@ -27,7 +26,7 @@ from raysgd.training.step import Drawn
 from raysgd.training.step import Step as OptimizerStep
 from raysgd.training.writing import Asking, NoDriver
 from raysgd.workers.calls import Blob
-from tests.simulation.network import NetworkError, ProcessGroup
+from tests.simulation.network import NetworkError
 
 __all__ = ["GpuError", "SimReplica", "Step", "UserError", "steps_of", "value_of", "weights_after"]
 
@@ -113,7 +112,6 @@ class SimReplica:
         self.undefined = False
         self._refuses = False  # the state that is being loaded
         self._meter, self._units_before = AverageMeterCollection(), 0
-        self._compare_at: float | None = None
 
     @property
     def progress(self) -> Progress:
@@ -150,8 +148,6 @@ class SimReplica:
     ) -> Any:
         position = self._position
         done = not position.open_call(call)
-        if self._plan.compare is not None and self._compare_at != math.inf:
-            self._compare_at = position.step + self._plan.compare
         if done:
             self._snapshot()
             return Measured({"epoch": position.epoch}, position.call_units)
@@ -195,7 +191,7 @@ class SimReplica:
         group = worker.backend.group
         if group is None:
             raise NetworkError("the process group was aborted")
-        contributions = self._exchanged(group, given)
+        contributions = group.collective(worker, given, worker.backend.collective_s)
         worker.point("reduced")
         self.weights = hash((self.weights, sum(each[6] for each in contributions)))
         self.steps.append(Step(self._position.epoch, before, after, self._position.call))
@@ -206,10 +202,6 @@ class SimReplica:
         size = part.stop - part.start
         mean = sum(value_of(sample) for sample in range(part.start, part.stop)) / max(size, 1)
         self._meter.update({"value": mean}, size * step.current.fresh)
-
-    def _exchanged(self, group: ProcessGroup, given: Any) -> list[Any]:
-        """Return what all ranks contribute to a step, in rank order."""
-        return group.collective(self._worker, given, self._worker.backend.collective_s)
 
     def validate(self, call: int) -> Any:
         for _ in range(3):
@@ -275,7 +267,7 @@ class SimReplica:
         state = (self._position.as_dict(), self.steps, self.weights, self.initial, self.undefined)
         return pickle.dumps(state)
 
-    def load(self, data: Any, *, other_code: bool = False) -> None:
+    def load(self, data: Any) -> None:
         position, steps, *_ = pickle.loads(data)
         self._worker.checker.takes(self._worker, self.steps, self.loads, steps, position["loads"])
         self.steps, self.weights, self.undefined = [], -1, True
@@ -329,16 +321,12 @@ class SimReplica:
             self._mark = self._position.step // every
 
     def _report(self, last: bool = False) -> None:
-        compares = self._compare_at is not None and self._position.step >= self._compare_at
-        if compares or self.control.due(last=last):
-            progress = self._position.progress("train")
-            if compares:
-                progress, self._compare_at = replace(progress, summary=self.summarize()), math.inf
-            self.control.report(progress, self.partial())
+        if self.control.due(last=last):
+            self.control.report(self._position.progress("train"), self.partial())
 
-    def summarize(self) -> str:
-        """Return the weights as a summary, in a number that a float holds."""
-        return Summary({"weights": [float(self.weights % (1 << 31)), 1.0, 0.5]}, {}, {}).as_text()
+    def sum_weights(self) -> str:
+        """Return the weights in a number that a float holds."""
+        return json.dumps({"weights": [float(self.weights % (1 << 31)), 1.0, 0.5]})
 
     def _snapshot(self, *, wait_s: float = 0.0) -> None:
         if self._rank_info.world_rank == 0 and self._plan.snapshot_every is not None:

@@ -13,7 +13,6 @@ from raysgd.constants import NUM_SAMPLES
 from raysgd.core import metrics
 from raysgd.core.policy import PLANNED, Recovery
 from raysgd.core.protocols import Call
-from raysgd.core.shard_copies import ShardedState
 from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, DivergenceError, ResourceError, TrainingFailedError, WorkerStartError
@@ -55,7 +54,6 @@ class Script:
     _recoveries = 0  # before the running call
     _part: WithinCall | None = None  # of a call in which checkpoints are made
     _writing: tuple[Any, Contents, int] | None = None
-    replica_cls: type[SimReplica] = SimReplica
 
     def __init__(self, plan: Plan, world: World) -> None:
         self.plan, self.world = plan, world
@@ -69,7 +67,6 @@ class Script:
         self.engine = self._new_engine(plan.ranks)
         schedule.watch(self.engine)
         self._saved: tuple[bytes, list[Step]] | None = None
-        self._over = False  # whether nobody knows which weights are right
 
     def _new_engine(self, target: int) -> Engine:
         plan, world, schedule = self.plan, self.world, self.schedule
@@ -84,18 +81,12 @@ class Script:
             target=target,
             elastic=plan.elastic,
             limits=plan.limits,
-            term=self.group.term,
             clock=world.clock,
             jitter=world.random.random,
             on_progress=schedule.on_progress,
             on_recovery=self.checker.recovered,
             during=schedule.during,
-            sharded=self.sharded_state(),
         )
-
-    def sharded_state(self) -> ShardedState | None:
-        """Return what the engine knows of a sharded model."""
-        return None
 
     # -- the user's code in the workers ---------------------------------------------------------------
 
@@ -106,7 +97,7 @@ class Script:
         worker = self.group.current[self.world.current()]
         worker.compute()
         worker.point("setup")
-        worker.replica = self.replica_cls(worker, self.plan, rank_info, control)
+        worker.replica = SimReplica(worker, self.plan, rank_info, control)
         return worker.replica
 
     # -- the script -----------------------------------------------------------------------------------
@@ -119,8 +110,7 @@ class Script:
                 raise
         else:
             for line in self.plan.script:
-                if not self._over:
-                    self._until_done(*line.split())
+                self._until_done(*line.split())
         self._shut_down()
 
     def _start(self) -> None:
@@ -171,11 +161,8 @@ class Script:
                     raise Violation(f"{name} ended {took_s:.1f} s after Ctrl-C") from None
             except DivergenceError:
                 raise
-            except TrainingFailedError as error:
+            except TrainingFailedError:
                 self.checker.raise_found()
-                if self._is_over(error):
-                    self._over = True
-                    return
                 self.checker.gave_up(self._failures())
             except (ResourceError, WorkerStartError):
                 if name != "resize" or not self.schedule.struck:
@@ -183,10 +170,6 @@ class Script:
                 return  # the machines that it asked for were not there in time
             self.world.note("SCRIPT an error was raised")
             self.checker.ended()
-
-    def _is_over(self, error: TrainingFailedError) -> bool:
-        """Return whether the script can do nothing about an error."""
-        return False
 
     def _failures(self) -> int:
         return sum(each.reason not in PLANNED for each in self.engine.recoveries[self._recoveries :])
@@ -197,7 +180,7 @@ class Script:
         checker, calm = self.checker, self.schedule.calm
         self.schedule.begin_call(2 * self.plan.step_s * (num_steps or self.plan.samples))
         call = Call(SimReplica.train, {"num_steps": num_steps})
-        compare = None if self.plan.compare is None else Call(SimReplica.summarize)
+        compare = Call(SimReplica.sum_weights) if self.plan.compare else None
         parts = self._run_job(
             Job(call, again="resume", redo=True, max_failures=self.plan.retries, compare=compare, **job)
         )
@@ -281,12 +264,8 @@ class Script:
             self._writing, steps = None, steps_of(transfer.data)
             self.checker.saved_within(steps, contents, every)
             self._saved = transfer.data, steps
-            self._saved_within(contents)
         elif transfer.closed:
             self._writing = None
-
-    def _saved_within(self, contents: Contents) -> None:
-        """Called when a checkpoint within a call is complete."""
 
     def _validate(self) -> None:
         self._call(SimReplica.validate, {"call": self.engine._calls})
@@ -367,9 +346,7 @@ def run(plan: Plan, *, tracing: bool = False) -> Result:
 
         return run_named(plan, tracing=tracing)
     world = World(plan.seed, tracing=tracing)
-    from tests.simulation.shards import ShardedScript
-
-    script, result = (ShardedScript if plan.replicas else Script)(plan, world), Result(plan, trace=world.trace)
+    script, result = Script(plan, world), Result(plan, trace=world.trace)
     try:
         script.run()
     except (Exception, KeyboardInterrupt, Violation) as error:

@@ -115,11 +115,8 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, help="only this one, with all that happens in it")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="how many share the work")
-    for kind, about in (
-        ("named", "of trainers with a name, whose scripts end and are started again"),
-        ("sharded", "of sharded models"),
-    ):
-        parser.add_argument(f"--{kind}", action="store_const", const=kind, default="", dest="kind", help=about)
+    about = "of trainers with a name, whose scripts end and are started again"
+    parser.add_argument("--named", action="store_const", const="named", default="", dest="kind", help=about)
     options = parser.parse_args()
     if options.seed is not None:
         logging.basicConfig(stream=sys.stdout, format="%(message)s")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 
-from raysgd.workers import replica_host
 from tests.simulation.driver_mutants import MUTANTS, seeds_needed
 from tests.simulation.plan import Fault, Plan, named_plan_for
 from tests.simulation.scenario import run
@@ -203,7 +202,7 @@ FOUND = {
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(replica_host, "gc", SimpleNamespace(collect=lambda: 0))  # of the tests' process, it takes long
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # a takeover collects: all objects of the tests' process, here
     logger = logging.getLogger("raysgd")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

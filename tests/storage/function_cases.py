@@ -1,7 +1,6 @@
 """The content that the tests of function checkpoints save and read."""
 
 import collections
-import datetime
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,10 @@ LIST = ".raysgd-folder.json"
 def content() -> dict[str, Any]:
     return {
         "epoch": 3,
-        "array": numpy.arange(300, dtype="float32").reshape(20, 15),
+        "table": torch.arange(300.0).reshape(20, 15),
         "tensor": torch.arange(64.0).reshape(8, 8).t(),
         "state": torch.nn.Linear(4, 3).state_dict(),
-        "plain": [1, 2.5, "text", b"bytes", None, True, (1, (2, 3)), {4, 5}, frozenset([6]), 7j, range(8)],
-        "more": [collections.OrderedDict(a=1), Path("a/b")],
-        "times": [datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc), datetime.timedelta(1), bytearray(b"12")],
+        "plain": [1, 2.5, "text", b"bytes", None, True, (1, (2, 3)), {4, 5}, 7j, collections.OrderedDict(a=1)],
     }
 
 

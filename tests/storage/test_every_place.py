@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from raysgd import CheckpointError
-from raysgd.storage import folders, locations, remote, values
+from raysgd.storage import folders, locations, remote
 from raysgd.storage.locations import Place
 from raysgd.train import Checkpoint
 from tests import peek, storing
@@ -234,7 +234,7 @@ def with_code(name: str, where: Place, bomb: Touches) -> Iterator[str]:
     if name == "TorchTrainer":
         replace(where, storing.state_file({**torch.load(io.BytesIO(locations.read(where))), "operator": bomb}))
     else:
-        replace(where, values.dump({"x": bomb}, dumps=pickle.dumps))
+        replace(where, Checkpoint.from_dict({"x": bomb}).to_bytes())
     yield "in an archive"
     replace(where, pickled)
     yield "as it is"

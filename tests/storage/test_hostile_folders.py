@@ -80,11 +80,11 @@ def test_the_folder_itself_may_be_a_link(source: Path, tmp_path: Path) -> None:
         assert found == expected
 
 
-@pytest.mark.parametrize("name", ["checkpoint.zip", ".metadata.json"])
+@pytest.mark.parametrize("name", [".raysgd-dictionary.pt", ".metadata.json"])
 def test_special_files_of_a_checkpoint_must_not_be_links(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
     target = tmp_path / "other.json"
-    target.write_bytes(Checkpoint.from_dict({"key": 1}).to_bytes() if name.endswith("zip") else b'{"key": 1}')
+    target.write_bytes(Checkpoint.from_dict({"key": 1}).to_bytes() if name.endswith("pt") else b'{"key": 1}')
     before = target.read_bytes()
     (tmp_path / "folder" / name).symlink_to(target)
     checkpoint = Checkpoint.from_directory(tmp_path / "folder")

@@ -362,12 +362,12 @@ def test_a_writer_that_is_killed_leaves_the_old_folder_on_s3(s3: str, cut: str) 
 
     def write(content: bytes) -> None:
         with locations.draft_folder(where) as draft:
-            for name in ("a", "b", "checkpoint.zip"):
+            for name in ("a", "b", ".raysgd-dictionary.pt"):
                 (draft / name).write_bytes(content)
 
     def found() -> set[bytes]:
         with locations.folder(where) as local:
-            return {(local / name).read_bytes() for name in ("a", "b", "checkpoint.zip")}
+            return {(local / name).read_bytes() for name in ("a", "b", ".raysgd-dictionary.pt")}
 
     write(b"old")
     killed(REMOTE_CUTS[cut], str(where))

@@ -16,7 +16,7 @@ import torch
 
 from tests.local.group import Fault
 from tests.peek import change_order
-from tests.torch.schedules import EPOCHS, IGNORED, MOST, Noted, Setting, by_hand, trained
+from tests.torch.schedules import EPOCHS, IGNORED, MOST, Move, Noted, Setting, by_hand, trained
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
@@ -110,6 +110,17 @@ def test_the_end_of_a_call_is_in_a_snapshot_although_the_first_rank_failed_then(
     every = tuple(Fault("kill", "begun", rank=rank, step=1) for rank in range(MOST))
     setting = Setting(6, rows=6, faults=(Fault("kill", "applied", rank=0, step=0), *every))
     assert not trained(setting).differences(trained(setting, undisturbed=True), 1e-12)
+
+
+def test_a_rank_that_had_not_begun_a_call_counts_nothing_of_the_one_before() -> None:
+    """One fails when the call begins, and its peers while they still compare their rows before that. Before, they counted what the
+    script had trained that wrote the checkpoint."""
+    setting = Setting(
+        66, batch=4, faults=(Fault("kill", "begun", rank=1, step=1),), moves=(Move(0, 1), Move(1, 3, loads=True))
+    )
+    shown = trained(setting)
+    assert [each["num_samples"] for each in shown.results] == [12, 8, 20, 20]
+    assert not shown.differences(trained(setting, undisturbed=True), 1e-12)
 
 
 class Overflows(Noted):

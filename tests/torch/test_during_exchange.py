@@ -37,7 +37,7 @@ class Ground:
         self.now += seconds or 0.0
 
     def step(self, *, exchange_s: float, own_s: float = 0.0, closing: bool = True) -> None:
-        self.parts.calls.control.begun += 1
+        self.parts.control.begun += 1
         self.take(own_s)
         weight = torch.ones(1, requires_grad=True)
         loss = self.policy.weighted(Step(Drawn(None, 0, whole=closing)), 2 * weight)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from raysgd.callbacks import EMA
 from raysgd.torch import step_options
 from tests.torch.small import Line, inline
 
@@ -247,19 +246,14 @@ class Unusual(Holds):
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments"),
-    [
-        *((each, {}) for each in (Holds, Registered, Saved, SavedElsewhere, SavedAlone, Frozen, PartOfModel, Unusual)),
-        *((each, {}) for each in (Measures, Tensors, Many)),
-        (Line, {"callbacks": [EMA(0.9)]}),
-        (Holds, {"callbacks": [EMA(0.9)]}),
-    ],
+    "kind",
+    [Line, Holds, Registered, Saved, SavedElsewhere, SavedAlone, Frozen, PartOfModel, Unusual, Measures, Tensors, Many],
 )
 def test_nothing_is_said_of_what_is_saved_or_does_not_move(
-    kind: Any, arguments: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    kind: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kind, "log", caplog, raising=False)
-    with inline(kind, **arguments) as trainer:
+    with inline(kind) as trainer:
         for _ in range(2):
             trainer.train()
     assert [each for each in caplog.messages if "has changed" in each] == []

@@ -2,12 +2,15 @@
 
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ConfigError, ElasticConfig, TorchTrainer, TrainingOptions
 from tests.local.group import Cluster, Fault
@@ -73,6 +76,75 @@ def test_it_is_called_once_for_each_step_whichever_rank_fails(faults: tuple[Faul
     close(mine[0], weights)
     close(mine[1], ema)
     assert mine[2] == infos
+
+
+class Registered(Averaged):
+    """Averages its weights in torch's own AveragedModel, too, which is registered, and validates with that."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)).double()
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        (self.model, self.average), self.optimizer, self.criterion = self.register(
+            models=[model, average.requires_grad_(False)],
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+            criterion=self.loss(),
+        )
+        x, y = held_out(config["rows"])
+        self.register_data(
+            train_loader=DataLoader(TensorDataset(x, y), batch_size=config["batch"], drop_last=True),
+            validation_loader=DataLoader(TensorDataset(x, y), batch_size=7),
+        )
+        self.ema, self.infos = torch.zeros(0), []
+
+    def on_step(self, info: dict[str, Any]) -> None:
+        if not info["skipped"]:
+            now = nn.utils.parameters_to_vector(self.unwrapped(self.model).parameters()).detach()
+            self.ema = torch.lerp(self.ema, now, 0.1) if len(self.ema) else now.clone()
+            self.average.update_parameters(self.unwrapped(self.model))
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return {"val_loss": self.criterion(self.average(batch[0]), batch[1])}
+
+
+def held_out(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(7)).double()
+    return x, (3 * x).sin().sum(1, keepdim=True)
+
+
+def averaged(trainer: TorchTrainer) -> torch.Tensor:
+    """Return the average, which is the same on all ranks, equals that by hand, and is validated with."""
+    loss, (_, average) = trainer.validate()["val_loss"], trainer.get_model()
+    with torch.no_grad():
+        x, y = held_out(CONFIG["rows"])
+        close(torch.tensor(loss, dtype=x.dtype), nn.functional.mse_loss(average(x), y))
+    every = trainer.apply_all_operators(
+        lambda operator: (nn.utils.parameters_to_vector(operator.average.parameters()), operator.ema)
+    )
+    assert all(torch.equal(each, every[0][0]) for each, _ in every)
+    close(*every[0])
+    return every[0][0]
+
+
+@pytest.mark.parametrize("faults", [*DISTURBED, ALL])
+def test_a_registered_average_is_exact(faults: tuple[Fault, ...], tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"config": CONFIG, "num_workers": 3, "use_gpu": False}
+    arguments |= {"training_operator_cls": Registered, "elastic": ElasticConfig(grow=False, snapshot_every=1)}
+    found = []
+    for disturbed in ((), faults):
+        with Cluster(disturbed) as cluster, TorchTrainer(**arguments) as trainer:
+            trainer.train(info={"note": "a"}, max_retries=-1)
+            path = trainer.save(tmp_path / f"{len(found)}.pt")
+            first = averaged(trainer)
+            trainer.train(info={"note": "a"})
+            found.append((first, averaged(trainer)))
+            trainer.load(path)
+            assert torch.equal(averaged(trainer), first)
+            trainer.train(info={"note": "a"})
+            close(averaged(trainer), found[-1][1])
+            assert not cluster.left
+    for one, other in zip(*found, strict=True):
+        close(one, other)
 
 
 def test_accumulated_steps_and_own_loops_have_it_once() -> None:

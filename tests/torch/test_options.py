@@ -23,8 +23,6 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"ddp_args": {"static_grap": True}}, r"ddp_args has no \['static_grap'\]; it takes .*'static_graph'"),
     ({"comm_hook": "zip"}, "comm_hook must be 'fp16', 'bf16', 'powersgd', 'batched_powersgd' or None, got 'zip'"),
     ({"comm_hook": {"name": "fp16", "rank": 1}}, "takes no arguments"),
-    ({"parallel": "fsdp", "replicas": 0}, "replicas must be"),
-    ({"replicas": 2}, "replicas=2 and parallel='auto' cannot be combined: replicas are copies of shards"),
     ({"parallel": "tensor"}, "parallel must be 'auto', 'ddp', 'fsdp' or None"),
     ({"parallel": "fsdp", "comm_hook": "fp16"}, "comm_hook='fp16' and parallel='fsdp' cannot be combined"),
     ({"parallel": None, "ddp_args": {"static_graph": True}}, "ddp_args are for DistributedDataParallel"),
@@ -55,7 +53,6 @@ TOGETHER: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"num_workers": 2, "elastic": ElasticConfig(snapshot_every=9)},
         "snapshot_every=9 has no effect",
     ),
-    ({"parallel": "fsdp", "replicas": 2}, {"num_workers": 3}, "a multiple of it, got num_workers=3"),
     ({"sync_batchnorm": True}, {"num_workers": 2}, "torch has no SyncBatchNorm for CPUs"),
     ({"parallel": "fsdp"}, {"num_workers": 2, "name": "a"}, "name='a' and parallel='fsdp' cannot be combined"),
     ({"comm_hook": "bf16"}, {"num_workers": 2}, "comm_hook='bf16' and use_gpu=False cannot be combined"),
@@ -176,8 +173,7 @@ def test_every_field_reaches_the_operator() -> None:
         }
         with inline(options=given) as trainer:
             assert options_of(operator_of(trainer)) == given
-    # As many copies need as many workers: tests/elastic/test_sharded_models.py.
-    assert set_here == {each.name for each in fields(TrainingOptions)} - {"replicas"}
+    assert set_here == {each.name for each in fields(TrainingOptions)}
 
 
 class WrapperArguments(Line):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ConfigError, TrainingOptions
 from raysgd.torch.batch_mode import OwnCalls
-from raysgd.torch.wrapping import ModelCalls, ddp_arguments, formatted, rewrap
+from raysgd.torch.wrapping import ddp_arguments, formatted, rewrap
 from tests.replicas import operator_alone
 from tests.torch.small import Line, inline, operator_of, weights
 
@@ -82,7 +82,7 @@ def test_ddp_that_is_made_again_averages_parameters_that_are_frozen_just_now() -
         trained, arguments = list(model.parameters()), {"find_unused_parameters": True}
         wrapper = DistributedDataParallel(model, **arguments)
         model[0].requires_grad_(False)
-        rewrap([wrapper], trained, arguments, TrainingOptions(), ModelCalls())
+        rewrap([wrapper], trained, arguments, TrainingOptions())
         assert [each.requires_grad for each in trained] == [False, False, True, True]
 
         def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

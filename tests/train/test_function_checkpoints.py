@@ -43,7 +43,7 @@ def test_a_damaged_archive_is_refused_or_loaded_as_saved(source: Path) -> None:
             for number, found in enumerate(damaged):
                 load_it, is_same = partial(load, found), partial(same, expected)
                 tally.attempt(str(number), load_it, is_same, *["these bytes"] * (name == "dictionary"))
-        assert tally.rejected > (0.8 if name == "dictionary" else 0.3) * tally.tried, "a tar archive is padded"
+        assert tally.rejected > (0.6 if name == "dictionary" else 0.3) * tally.tried, "archives are padded"
 
 
 def test_added_files_are_ignored_and_changed_files_are_reported(source: Path, tmp_path: Path) -> None:
@@ -101,8 +101,9 @@ def test_stored_checkpoints_of_a_run_have_checksums(
     first, second = (each.path for each in manager.stored)
     assert read_folder(first)[0] == files_of(source) and Checkpoint(second).to_dict() == {"a": 1}
     assert not caplog.messages, "no warnings"
-    for path in (Path(str(first)) / "weights.bin", Path(str(second))):
-        path.write_bytes(flipped(path.read_bytes(), 403))
+    for path, text in ((Path(str(first)) / "weights.bin", b"abc"), (Path(str(second)), b"data.pkl")):
+        data = path.read_bytes()
+        path.write_bytes(flipped(data, 8 * data.index(text)))
     with pytest.raises(CheckpointError, match=r"checkpoint_000001: weights\.bin"):
         read_folder(first)
     with pytest.raises(CheckpointError, match=r"checkpoint_000002: the file is damaged.*delete"):

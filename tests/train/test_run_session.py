@@ -617,11 +617,3 @@ def test_a_checkpoint_from_a_file_is_checked_before_it_is_reported(tmp_path: Pat
     worker.run(function, foreign, True)
     worker.run(function, plain, False, metadata={"who": "me"})
     assert [payload and payload.get("epoch") for _, _, payload in worker.messages] == [None, 3]
-
-
-def test_a_folder_may_contain_a_user_file_named_checkpoint_zip(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint.zip").write_bytes(b"PK of torch.save")
-    assert b"PK of torch.save" in train.Checkpoint.from_directory(tmp_path).checked_bytes(users_files=True)
-    train.Checkpoint.from_dict({"own": Custom()}).to_uri(tmp_path / "checkpoint.zip")
-    with pytest.raises(CheckpointError, match="trusted=True"):
-        train.Checkpoint.from_directory(tmp_path).checked_bytes(users_files=True)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from raysgd.callbacks.history import History
+from raysgd.callbacks.base import Run
 from raysgd.config import ElasticConfig
 from raysgd.errors import ConfigError
-from raysgd.training.named import NamedRun, checked_name
-from raysgd.training.place import Made, Place
+from raysgd.training.named import NamedCalls, checked_name
+from raysgd.training.place import Made
 from raysgd.training.replica_base import ReplicaBase
 from raysgd.training.settings import OperatorReplicaFactory, ReplicaSettings
 
@@ -38,25 +39,25 @@ ENGINE: Any = SimpleNamespace(
     recoveries=[],
     world_size=2,
     start=lambda: None,
+    stop=lambda *, force: None,
+    processes=tuple,
 )
 CONFIG = {"lr": 0.1, "model": {"sizes": [1, 2]}, "loss": object(), "kinds": {"a", "b", "c"}}
 
 
-def run(record: dict[str, bytes], config: dict[str, Any] = CONFIG, kind: str = "Digits", **settings: Any) -> NamedRun:
+def run(record: dict[str, bytes], config: dict[str, Any] = CONFIG, kind: str = "Digits", **settings: Any) -> NamedCalls:
     operator: Any = type(kind, (), {})
     factory = OperatorReplicaFactory(ReplicaBase, operator, config, ReplicaSettings(**{"num_workers": 2, **settings}))
-    tenure: Any = Tenure(record)
-    named = NamedRun(tenure, factory, Place())
+    named: Any = NamedCalls(factory, [], Run(trainer="", name="", num_workers=2, config={}, folder=Path()))
+    named.tenure = Tenure(record)
     named.start(ENGINE)
     if not named.attached:
-        named.commit(ENGINE, History(), [])
-    return named
+        named.commit()
+    return cast(NamedCalls, named)
 
 
-def begin(named: NamedRun, loop: int, done: int) -> int:
-    rows = named._place.begin_body(loop, done)
-    named.begin_body((0, 0), ENGINE, History(), [])
-    return rows
+def begin(named: NamedCalls, loop: int, done: int) -> int:
+    return named.begin_body(loop, done)
 
 
 def test_the_same_script_attaches_also_if_its_objects_are_at_other_addresses() -> None:
@@ -90,17 +91,17 @@ def test_only_the_same_calls_in_the_same_order_get_the_results_of_the_last_scrip
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     first = run({})
-    assert begin(first, 1, 0) == 0 and first._place.find_recorded("train(num_steps=10)") is None
+    assert begin(first, 1, 0) == 0 and first.place.find_recorded("train(num_steps=10)") is None
     for call in ("train(num_steps=10)", "validate()", "train(num_steps=10)"):
-        first._place.note(Made(call, {"of": call}, []))
-        first.commit(ENGINE, History(), [])
+        first.place.note(Made(call, {"of": call}, []))
+        first.commit()
     again = run(first.tenure.record)
     assert begin(again, 1, 0) == 3
-    assert [again._place.find_recorded(call) for call in ("train(num_steps=10)", "validate()")] == [
+    assert [again.place.find_recorded(call) for call in ("train(num_steps=10)", "validate()")] == [
         Made("train(num_steps=10)", {"of": "train(num_steps=10)"}, []),
         Made("validate()", {"of": "validate()"}, []),
     ]
-    assert again._place.find_recorded("train()") is None and again._place.find_recorded("train(num_steps=10)") is None
+    assert again.place.find_recorded("train()") is None and again.place.find_recorded("train(num_steps=10)") is None
     assert "this script calls train() where the last one called train(num_steps=10): the call is made" in caplog.text
 
 
@@ -109,23 +110,23 @@ def test_a_script_that_dies_in_the_first_call_of_an_epoch_begins_with_that_epoch
     for done in (0, 1):
         begin(first, 1, done)
         if done == 0:
-            first._place.note(Made("train()", {"of": "the first epoch"}, []))
-            first.commit(ENGINE, History(), [])
+            first.place.note(Made("train()", {"of": "the first epoch"}, []))
+            first.commit()
     again = run(first.tenure.record)
-    assert (again._place.loop, again._place.done) == (1, 1)
-    assert begin(again, 1, 1) == 0 and again._place.find_recorded("train()") is None
+    assert (again.place.loop, again.place.done) == (1, 1)
+    assert begin(again, 1, 1) == 0 and again.place.find_recorded("train()") is None
 
 
 def test_a_call_before_the_loop_does_not_replace_what_the_last_script_has_made_in_it() -> None:
     first = run({})
     begin(first, 1, 1)
-    first._place.note(Made("train()", {"of": "the second epoch"}, []))
-    first.commit(ENGINE, History(), [])
+    first.place.note(Made("train()", {"of": "the second epoch"}, []))
+    first.commit()
     second = run(first.tenure.record)
-    second._place.note(Made("validate()", {}, []))
-    second.commit(ENGINE, History(), [])
+    second.place.note(Made("validate()", {}, []))
+    second.commit()
     third = run(second.tenure.record)
-    assert begin(third, 1, 1) == 1 and third._place.find_recorded("train()") is not None
+    assert begin(third, 1, 1) == 1 and third.place.find_recorded("train()") is not None
 
 
 @pytest.mark.parametrize(

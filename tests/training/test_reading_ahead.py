@@ -277,15 +277,6 @@ def test_nothing_is_drawn_before_a_planned_stop() -> None:
     assert source.drawn == 1
 
 
-def test_a_skipped_epoch_loses_what_was_drawn() -> None:
-    feed, _ = made()
-    batches = iter(feed)
-    assert next(batches).current.batch == 1
-    feed.read_ahead()
-    feed.end_epoch()
-    assert list(batches) == []
-
-
 # -- data that the current weights make -----------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raysgd import AutoCheckpoint, ConfigError, TorchTrainer, TrainingOptions, shutdown_all
-from raysgd.callbacks import Callback, EarlyStopping, GradientNormMonitor
+from raysgd.callbacks import Callback, EarlyStopping
 from tests.local.group import Cluster, Fault
 from tests.torch.small import Line, inline, operator_of, weights
 
@@ -40,13 +40,12 @@ BESIDE = "ExponentialLR was stepped between two loops of raysgd"
     [
         (SteppedAround, None, 0.1 / 64, BESIDE),
         (Line, lambda trainer: trainer.apply_all_operators(step_schedule), 0.1 / 64, BESIDE),
-        (Line, lambda trainer: trainer.update_scheduler(7), None, "so the metric 7 counts as an epoch"),
         (Line, lambda trainer: trainer.load_state_dict(trainer.state_dict()), 0.1 / 8, ""),
         (Line, None, 0.1 / 8, ""),
     ],
 )
 def test_a_schedule_that_two_step_is_named_once(
-    operator: type[Line], between: Callable[[TorchTrainer], Any] | None, rate: float | None, said: str, caplog: Any
+    operator: type[Line], between: Callable[[TorchTrainer], Any] | None, rate: float, said: str, caplog: Any
 ) -> None:
     with inline(operator, config={"scheduler": halving}, scheduler_step_freq="epoch", seed=1) as trainer:
         for _ in range(3):
@@ -54,8 +53,8 @@ def test_a_schedule_that_two_step_is_named_once(
             if between is not None:
                 between(trainer)
         found = trainer.apply_all_operators(lambda each: each.optimizer.param_groups[0]["lr"])
-    assert rate is None or found == pytest.approx([rate])
-    assert said in "".join(caplog.messages[:1]) and len(caplog.messages) == bool(said) + (rate is None)
+    assert found == pytest.approx([rate])
+    assert said in "".join(caplog.messages) and len(caplog.messages) == bool(said)
 
 
 @pytest.mark.parametrize(("plain", "lines"), [(True, 1), (False, 0)])
@@ -430,7 +429,6 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("train_acc", {"operator": Sometimes}),
     ("val_acc", {"operator": Sometimes}),
     ("val_extra", {"callbacks": [Adding()]}),
-    ("grad_norm", {"callbacks": [GradientNormMonitor()]}),
 ]
 
 
@@ -548,13 +546,12 @@ def own_loop(self: Any, iterator: Any, info: Any = None) -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize(("methods", "adds", "lines"), [({}, 1, 1), ({}, 0, 0), ({"train_epoch": own_loop}, 0, 0)])
-def test_steps_that_are_counted_twice_count_once(methods: Any, adds: int, lines: int, caplog: Any) -> None:
+@pytest.mark.parametrize(("methods", "adds"), [({}, 1), ({}, 0), ({"train_epoch": own_loop}, 0)])
+def test_steps_that_are_counted_twice_count_once(methods: Any, adds: int) -> None:
     with inline(type("Own", (CountsSteps,), methods), config={"adds": adds}) as trainer:
         at = [trainer.train().get("last_at") for _ in range(2)]
         assert trainer.state_dict()["global_step"] == 6
     assert at == ([None, None] if methods else [2, 5])
-    assert [each.startswith("the code of Own changes self.global_step") for each in caplog.messages] == [True] * lines
 
 
 class Weighted(Line):

@@ -140,7 +140,7 @@ def test_the_newest_is_uploaded_after_one_that_has_failed(
     assert driver.received == [(2, b"xy")]
 
 
-def test_a_rank_that_joins_later_keeps_its_shards_when_the_others_do(driver: Driver) -> None:
+def test_a_rank_that_joins_later_takes_its_snapshots_when_the_others_do(driver: Driver) -> None:
     old, new = Snapshotter(4, driver.control), Snapshotter(4, driver.control)
     assert [old.due_after_batch(step, before=step - 1) for step in range(1, 6)] == [False, False, False, True, False]
     assert [each.due_after_batch(6, before=5) for each in (old, new)] == [False, False]

@@ -67,7 +67,7 @@ def test_tune_accepts_a_trainer(ray_cluster: None, tmp_path: Path) -> None:
     assert best.metrics["trial"] == best.metrics["trial_id"]
     assert best.metrics["bundles"] == [{"CPU": 1}, {"CPU": 1.5}, {"CPU": 1.5}], "the workers use the trial's bundles"
     with best.checkpoint.as_directory() as folder:
-        assert {"epoch": 2, "rate": 3}.items() <= Checkpoint(Path(folder) / "checkpoint.zip").to_dict().items()
+        assert {"epoch": 2, "rate": 3}.items() <= Checkpoint(folder).to_dict().items()
     going_on = DataParallelTrainer(learn, resume_from_checkpoint=best.checkpoint)
     newest = going_on.job().make_manager(tmp_path).latest
     assert newest is not None and newest.to_dict()["epoch"] == 2, "training can start from a trial's checkpoint"
@@ -90,7 +90,7 @@ def failing_twice(config: dict[str, Any]) -> None:
     start = 0
     if found is not None:
         with found.as_directory() as folder:
-            start = int((Path(folder) / "checkpoint.zip").read_text()) + 1
+            start = int((Path(folder) / "epoch.txt").read_text()) + 1
     for epoch in range(start, 5):
         if epoch == 1 and train.world_rank() == 1 and once(marks / "worker"):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -99,7 +99,7 @@ def failing_twice(config: dict[str, Any]) -> None:
             time.sleep(60)
         folder = marks / f"rank{train.world_rank()}"
         folder.mkdir(exist_ok=True)
-        (folder / "checkpoint.zip").write_text(str(epoch))  # the name of raysgd's file for a dictionary
+        (folder / "epoch.txt").write_text(str(epoch))
         checkpoint = Checkpoint.from_directory(folder)
         checkpoint.set_metadata({"mine": epoch})  # Tune's own metadata are in the same file
         train.report({"epoch": epoch, "start": start}, checkpoint=checkpoint)
@@ -139,7 +139,7 @@ def test_a_trial_survives_a_worker_failure_and_a_killed_trial_is_restarted(ray_c
     assert recorder.epochs[-2:] == [3, 4]
     assert sorted({*recorder.epochs} - {1}) == [0, 2, 3, 4]
     with result.checkpoint.as_directory() as folder:
-        assert (Path(folder) / "checkpoint.zip").read_text() == "4"
+        assert (Path(folder) / "epoch.txt").read_text() == "4"
     assert result.checkpoint.get_metadata()["_current_checkpoint_id"] == 4, "the numbers continue"
     assert Checkpoint(result.checkpoint.path).get_metadata()["mine"] == 4
     wait_for_free_cpus()

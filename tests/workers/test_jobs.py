@@ -83,7 +83,6 @@ sys.exit(subprocess.run([sys.executable, "script.py"], cwd=sys.argv[2], env=envi
 JOB = """
 import logging
 from raysgd import TorchTrainer
-from raysgd.workers import user_code
 from tests.torch.small import Line
 
 class Uses(Line):

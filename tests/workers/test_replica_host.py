@@ -97,7 +97,7 @@ class Loads(Echo):
     def joined(self, rank_info: RankInfo) -> None:
         pass
 
-    def load(self, data: bytes, *, other_code: bool = False) -> None:
+    def load(self, data: bytes) -> None:
         if not data:
             raise ValueError("the user's load_state_dict")
 

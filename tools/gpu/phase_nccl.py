@@ -151,7 +151,7 @@ def in_backward(own: Rank) -> str:
 
 
 def in_two_groups(own: Rank, abort: Callable[[Sequence[Any]], None] = abort_groups) -> str:
-    """Wait for an all-reduce of each of two groups, as FSDP can with several copies."""
+    """Wait for an all-reduce of each of two groups, of which one can be the user's."""
     own.abort = abort
     second, given = dist.new_group(), [torch.ones(1 << 20, device=own.device) for _ in range(2)]
     dist.all_reduce(given[1], group=second)

@@ -50,9 +50,8 @@ class Net(TrainingOperator):
         optimizer.register_step_post_hook(lambda *_: self.die(AFTER_STEP))
         middle = [each for each in model if isinstance(each, nn.Linear)][1]
         middle.register_forward_pre_hook(lambda *_: self.die(FORWARD))  # after the first normalization
-        if not config.get("sharded"):
-            first: Any = model[0].weight
-            first.register_hook(lambda _: self.die(BETWEEN))  # its gradient is the last one
+        first: Any = model[0].weight
+        first.register_hook(lambda _: self.die(BETWEEN))  # its gradient is the last one
         registered = self.register(models=model, optimizers=optimizer, criterion=nn.MSELoss())
         self.model, self.optimizer, self.criterion = registered
         x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(2)).double()
@@ -189,23 +188,6 @@ def moments(notes: Notes) -> None:
 def gloo(notes: Notes) -> None:
     """C2: the same with gloo and two workers."""
     killed(notes, "gloo", common.group_arguments(2, "gloo"), [BEFORE, BEFORE_STEP])
-
-
-def sharded(notes: Notes) -> None:
-    """C3: FSDP, each shard on two workers."""
-    workers = common.gpus() // 2 * 2 if common.gpus() > 1 else 4
-    options = TrainingOptions(parallel="fsdp", replicas=2)
-    expected = undisturbed(1, sharded=True)[0]
-    with tempfile.TemporaryDirectory() as marks:
-        config = {"kills": {FORWARD: 7}, "marks": marks, "sharded": True}
-        with group(common.group_arguments(workers), config=config, options=options) as trainer:
-            try:
-                trainer.train()
-            except Exception as error:
-                return notes.add("FSDP: killed in the forward pass", "an error", note=first_line(error))
-            weights = torch.cat([each.flatten() for each in trainer.state_dict()["models"][0].values()])
-            differs = float((weights - expected[: len(weights)]).abs().max())
-            note_recovery(notes, "FSDP: killed in the forward pass", trainer.recoveries, differs)
 
 
 # -- the script is killed -----------------------------------------------------------------------------------------

@@ -57,7 +57,6 @@ PHASES = (
     Phase("W", "NCCL: who is alive 75 s after a peer was killed", 100, "nccl.long_after", nccl=True, beside=True),
     Phase("B", "NCCL: what an abort frees, and what it leaves", 70, "nccl.aborts", nccl=True),
     Phase("C2", "raysgd: a kill with gloo", 70, "recovery.gloo", beside=True),
-    Phase("C3", "raysgd: a kill with FSDP", 70, "recovery.sharded", nccl=True, beside=True),
     Phase("C", "raysgd: kills at five kinds of moments, growth", 75, "recovery.moments", nccl=True),
     Phase("C4", "raysgd: the script is killed", 65, "recovery.takeover", nccl=True),
     Phase("D", "broken GPUs, and memory that runs out", 75, "faults.faults", nccl=True, alone=True),

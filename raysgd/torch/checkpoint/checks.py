@@ -6,8 +6,7 @@ not torch's).
 
 from __future__ import annotations
 
-import numbers
-from collections.abc import Collection, Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 import torch
@@ -52,10 +51,8 @@ def _check_parts(parts: Parts, state: dict[str, Any]) -> None:
         zip(parts.schedulers, state.get("schedulers") or [], strict=True)
     ):
         _check_scheduler(f"scheduler {number}", scheduler, of_scheduler)
-    if parts.averages.on:
-        _check_averages(parts.models, state.get("averages"))
     if scaler := states.saved_scaler(parts, state):
-        _check_values("the gradient scaler", parts.precision.state() or {}, scaler)
+        _check_names("the gradient scaler", parts.precision.state() or {}, scaler)
 
 
 def _check_model(number: int, mine: dict[str, Any], saved: Any) -> None:
@@ -68,20 +65,6 @@ def _check_model(number: int, mine: dict[str, Any], saved: Any) -> None:
     for name, value in mine.items():
         if isinstance(value, torch.Tensor):
             _check_tensor(f"model {number}: {name}", value, saved[name])
-
-
-def _check_averages(models: list[Any], saved: Any) -> None:
-    if saved is None:  # written without the callback EMA
-        return
-    if not isinstance(saved, list) or len(saved) != len(models) or not all(isinstance(each, Mapping) for each in saved):
-        raise CheckpointError(f"the checkpoint's averaged weights are not those of {len(models)} models")
-    for number, (model, averages) in enumerate(zip(models, saved, strict=True)):
-        mine = dict(model.named_parameters())
-        unknown = sorted(map(str, averages.keys() - mine.keys()))
-        if unknown:
-            raise CheckpointError(f"model {number} has no weights {unknown[:4]}, whose averages the checkpoint has")
-        for name, value in averages.items():
-            _check_tensor(f"the average of model {number}: {name}", mine[name], value)
 
 
 def _check_tensor(where: str, mine: torch.Tensor, saved: Any) -> None:
@@ -119,7 +102,7 @@ def _check_optimizer(number: int, optimizer: Any, saved: Mapping[str, Any]) -> N
     _check_kind(f"optimizer {number}", names, saved_names)
     if ordinary:
         for mine, theirs in zip(groups, saved_groups, strict=True):
-            _check_group(number, mine, theirs, optimizer.defaults)
+            _check_group(number, mine, theirs)
         _check_states(number, optimizer, saved)
 
 
@@ -137,15 +120,12 @@ def _check_kind(what: str, names: set[str], saved_names: set[str]) -> None:
         )
 
 
-def _check_group(number: int, mine: dict[str, Any], saved: Mapping[str, Any], defaults: Collection[str]) -> None:
-    """Check that a group has all options of this kind of optimizer, which are numbers or tuples of
-    them, and the same parameters, if their names are known. (Other versions of torch add or lack
-    flags, which take their values from here.) What users add, and no optimizer has among its
-    `defaults`, may have any value."""
-    options = {name: value for name, value in mine.items() if name not in ("params", "param_names")}
-    flags = {name for name, value in options.items() if isinstance(value, bool) or _form(value) == ""}
-    values = {name: value if name in defaults else None for name, value in options.items()}
-    _check_values(f"optimizer {number}", values, saved, may_lack=flags)
+def _check_group(number: int, mine: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Check that a group has the options of this kind of optimizer, and the same parameters, if
+    their names are known. (Other versions of torch add or lack flags, which take their values from
+    here.)"""
+    flags = {name for name, value in mine.items() if value is None or isinstance(value, bool)}
+    _check_names(f"optimizer {number}", mine.keys() - flags - {"params", "param_names"}, saved)
     names, saved_names = mine.get("param_names"), saved.get("param_names")
     if names and saved_names and list(names) != list(saved_names):
         one, other = next(each for each in zip(names, saved_names, strict=True) if each[0] != each[1])
@@ -154,27 +134,10 @@ def _check_group(number: int, mine: dict[str, Any], saved: Mapping[str, Any], de
         )
 
 
-def _check_values(
-    what: str, mine: Mapping[str, Any], saved: Mapping[str, Any], *, may_lack: Collection[str] = ()
-) -> None:
-    """Check that numbers, texts and tuples have not become something else, and that none is
-    missing."""
-    for name, value in mine.items():
-        if name not in saved and name not in may_lack:
-            raise CheckpointError(f"{what} is of another kind: {name} is missing in the checkpoint")
-        here, there = _form(value), _form(saved.get(name))
-        if here and saved.get(name) is not None and here != there:
-            found = there or f"a {type(saved[name]).__name__}"
-            raise CheckpointError(f"{what}: {name} is {here} here, and {found} in the checkpoint")
-
-
-def _form(value: Any) -> str:
-    """What a value is, if that is always the same for an option of this name."""
-    if isinstance(value, numbers.Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-        return "a number"
-    if isinstance(value, (tuple, list)):
-        return f"a tuple of {len(value)} values"
-    return "a text" if isinstance(value, str) else ""
+def _check_names(what: str, names: Iterable[str], saved: Mapping[str, Any]) -> None:
+    missing = sorted(name for name in names if name not in saved)
+    if missing:
+        raise CheckpointError(f"{what} is of another kind: the checkpoint lacks {missing[:4]}")
 
 
 def _check_states(number: int, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
@@ -191,16 +154,10 @@ def _check_states(number: int, optimizer: torch.optim.Optimizer, saved: Mapping[
         present, content = optimizer.state.get(parameter, {}), saved["state"].get(key, {})
         where = f"optimizer {number}: the state of parameter {key}"
         if of_torch and content and present and _options(mine) == _options(theirs):
-            _check_values(
-                where, {name: each for name, each in present.items() if isinstance(each, torch.Tensor)}, content
-            )
+            _check_names(where, (name for name, each in present.items() if isinstance(each, torch.Tensor)), content)
         for name, value in content.items():
             if isinstance(value, torch.Tensor):
                 _check_shape(f"{where}: {name}", parameter, present.get(name), value, total if of_torch else -1)
-            elif of_torch and isinstance(present.get(name), torch.Tensor) and not isinstance(value, numbers.Real):
-                raise CheckpointError(
-                    f"{where}: {name} is a tensor here and a {type(value).__name__} in the checkpoint"
-                )
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,27 +185,24 @@ def _is_shaped_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     )
 
 
-# Lists with a value for each parameter group or inner scheduler (others, as milestones, may have any length), and what each
-# scheduler that has it needs.
-EVEN_LISTS = {"base_lrs", "_last_lr", "min_lrs", "lr_lambdas", "_schedulers"}
-NEEDED = {"last_epoch", "base_lrs", "lr_lambdas", "_schedulers"}
+EVEN_LISTS = {"base_lrs", "lr_lambdas", "_schedulers"}  # with a value for each parameter group or inner scheduler
 
 
 def _check_scheduler(what: str, scheduler: Any, saved: Any) -> None:
     here = scheduler.state_dict()
     if not isinstance(here, Mapping):
         return
-    if not isinstance(saved, Mapping):
-        raise CheckpointError(
-            f"the state of {what} is a dictionary here, and a {type(saved).__name__} in the checkpoint"
-        )
     # Private attributes differ between versions of torch.
-    names, saved_names = ({name for name in each if name[:1] != "_"} - {"verbose"} for each in (here, saved))
+    names, saved_names = ({name for name in each if name[:1] != "_"} - {"verbose"} for each in (here, saved.keys()))
     _check_kind(what, names, saved_names)
     if not type(scheduler).__module__.startswith("torch.optim"):
         return
-    known = {name: value for name, value in here.items() if name in EVEN_LISTS or not isinstance(value, (list, tuple))}
-    _check_values(what, known, saved, may_lack=known.keys() - NEEDED)
+    _check_names(what, {"last_epoch", *EVEN_LISTS} & here.keys(), saved)
+    for name in EVEN_LISTS & here.keys():
+        if len(here[name]) != len(saved[name]):
+            raise CheckpointError(
+                f"{what}: {name} has {len(here[name])} values here, and {len(saved[name])} in the checkpoint"
+            )
     for inner, of_inner in zip(nested_schedulers(scheduler), saved.get("_schedulers", ()), strict=True):
         _check_scheduler(f"a scheduler in {what}", inner, of_inner)
 

@@ -40,6 +40,11 @@ TENSOR = "__tensor__"
 INCOMPLETE = "not a complete sharded checkpoint"
 Files = dict[str, FileEntry]
 
+
+class UnreadableTensorsError(CheckpointError):
+    """All ranks raise it at the same place."""
+
+
 # -- the manifest: on the driver, except for `verify` --------------------------------------------------
 
 
@@ -259,7 +264,7 @@ def read(source: ShardFolder, parts: Parts) -> dict[str, Any]:
         reasons = [
             f"{type(cause).__name__} on rank {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items())
         ]
-        raise CheckpointError(f"the tensors cannot be read: {[*reasons, str(error)][0]}") from error
+        raise UnreadableTensorsError(f"the tensors cannot be read: {[*reasons, str(error)][0]}") from error
     return {**outline, **{part: _filled(outline[part], tensors.__getitem__) for part in DIVIDED if part in outline}}
 
 
@@ -280,8 +285,7 @@ def _owners(outline: dict[str, Any], parts: Parts) -> dict[str, Any]:
     """Find the tensor or parameter to which each key belongs."""
     owners: dict[str, Any] = {}
     for number, model in enumerate(parts.models):
-        for part in ("models", "averages"):
-            owners |= {f"{part}/{number}/{name}": value for name, value in model.state_dict().items()}
+        owners |= {f"models/{number}/{name}": value for name, value in model.state_dict().items()}
     for number, (optimizer, saved) in enumerate(zip(parts.optimizers, outline["optimizers"], strict=True)):
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         keys = [each for group in saved["param_groups"] for each in group["params"]]

@@ -42,9 +42,8 @@ def save_shards(saves: Saves, engine: Engine, path: str | os.PathLike[str], *, b
 
 
 class ShardedLoads(Loads):
-    """Also loads sharded checkpoints. If the model `is_sharded`, owns what the ranks load when too
-    few shards are left after a failure: what was loaded last, or the newest automatic checkpoint in
-    the `folder`."""
+    """Also loads sharded checkpoints. If the model `is_sharded`, owns what new processes load when
+    the workers change: what was loaded last, or the newest automatic checkpoint in the `folder`."""
 
     def __init__(
         self, engine: Engine, drawn_anew: DrawnAnew, folder: CheckpointFolder | None, *, is_sharded: bool
@@ -53,6 +52,11 @@ class ShardedLoads(Loads):
         self._folder, self._is_sharded = folder, is_sharded
         self._saved: list[tuple[str | None, Snapshot]] = []  # with the paths of automatic ones, the newest last
         self._from: tuple[locations.Place, Callable[[Take], None]] | None = None  # where the newest load was from
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing yet that new processes could load."""
+        return not self._saved
 
     def newest(self, wait: bool) -> Snapshot | None:
         """Choose the newest one that is complete. If none is, choose the one that is being saved;
@@ -127,8 +131,8 @@ class ShardedLoads(Loads):
                 return False
             except CheckpointError as error:
                 raise CheckpointError(
-                    f"too few shards of the model were left after a failure, and the checkpoint from which training would continue "
-                    f"cannot be loaded: {error}. Create a new trainer, and load another checkpoint"
+                    f"the workers have changed, and the checkpoint from which training would continue cannot be loaded: {error}. "
+                    "Create a new trainer, and load another checkpoint"
                 ) from error
             return True
 

@@ -52,8 +52,6 @@ def gather(operator: TrainingOperator, parts: Parts) -> dict[str, Any]:
     scaler = precision.state()
     if scaler is not None:
         state[precision.key] = scaler
-    if parts.averages.on:
-        state["averages"] = parts.averages.state()
     return state
 
 
@@ -156,11 +154,15 @@ def parse(source: Any, *, trusted: bool) -> dict[str, Any]:
     return _loaded(source if hasattr(source, "read") else opened(source), trusted=trusted)
 
 
-def _loaded(file: Any, *, trusted: bool, kept: type[Exception] = CheckpointError, **how: Any) -> dict[str, Any]:
-    """Read the state in a file. Translate all errors but those `kept`."""
+def _loaded(file: Any, **how: Any) -> dict[str, Any]:
+    return shaped(_content(file, **how))
+
+
+def _content(file: Any, *, trusted: bool, kept: type[Exception] = CheckpointError, **how: Any) -> Any:
+    """Read what is in a file. Translate all errors but those `kept`."""
     try:
-        return shaped(torch.load(file, map_location="cpu", weights_only=not trusted, **how))
-    except (CheckpointError, kept):
+        return torch.load(file, map_location="cpu", weights_only=not trusted, **how)
+    except kept:
         raise
     except Exception as error:
         raise _unreadable(error, trusted=trusted) from error
@@ -192,9 +194,9 @@ def read(file: SeenFile, *, trusted: bool, map_models: bool) -> dict[str, Any]:
         return {name: value if name == "models" else copied(value) for name, value in state.items()}
 
 
-def peek(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the state in a verified file, whose tensors stay there. It runs no code."""
-    return _loaded(path, trusted=False, mmap=True)
+def peek(path: str | os.PathLike[str]) -> Any:
+    """Read what is in a verified file, whose tensors stay there. It runs no code."""
+    return _content(path, trusted=False, mmap=True)
 
 
 def foreign_types(path: str | os.PathLike[str]) -> list[str]:
@@ -251,8 +253,6 @@ def restore(operator: TrainingOperator, parts: Parts, state: dict[str, Any]) -> 
     parts.schedules_at = {}
     if precision.key and (scaler := saved_scaler(parts, state)):
         precision.load(scaler)
-    if parts.averages.on:
-        parts.averages.load(state.get("averages"))
     operator.global_step = state.get("global_step", operator.global_step)
     operator.load_state_dict(state.get("operator"))
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sized
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
-from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 from raysgd.constants import BATCH_SIZE
 from raysgd.core.control import Control
-from raysgd.errors import ConfigError, counted
+from raysgd.errors import ConfigError
 from raysgd.ray_data.columns import RayData
 from raysgd.torch.data.sampling import has_own_batches, is_planned
 from raysgd.torch.data.sources import BatchSource, LiveSource, PlannedSource, RowSource
@@ -46,8 +44,6 @@ class Opener:
         if is_planned(loader) and (shared or not settings.distributed):
             if training and shared and self.operator.world_rank == 0:
                 _warn_without_shuffling(loader)
-            if training and self.operator.world_rank == 0:
-                _warn_of_single_rows(loader, internals.parts.models, settings)
             if training:
                 _check_parts(loader, settings)
             division = internals.keep_batch.division if training else settings.evaluation
@@ -109,19 +105,4 @@ def _check_parts(loader: DataLoader[Any], settings: TorchSettings) -> None:
         raise ConfigError(
             f"parts={parts} does not divide the {rows} rows of a batch (num_workers={workers} times batch_size={loader.batch_size}): pass "
             f"one of {possible}, or another batch_size"
-        )
-
-
-def _warn_of_single_rows(loader: DataLoader[Any], models: list[nn.Module], settings: TorchSettings) -> None:
-    """Warn, once per process, if the last step of an epoch has one row for a part, which
-    BatchNorm1d refuses to train on."""
-    if loader.batch_size is None or loader.drop_last or not hasattr(loader.sampler, "__len__"):
-        return
-    rows = len(cast(Sized, loader.sampler))
-    left, parts = rows % (loader.batch_size * settings.num_workers), settings.all_parts
-    if 0 < left < 2 * parts and any(type(part) is nn.BatchNorm1d for model in models for part in model.modules()):
-        warnings.warn(
-            f"the last step of an epoch has {left} of {rows} rows for {counted(parts, 'part')}. BatchNorm1d cannot train on a single "
-            "row. Pass drop_last=True to the training loader, or another batch_size",
-            stacklevel=2,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset, SubsetRandomS
 from raysgd.errors import counted
 from raysgd.torch.data.sampling import has_own_batches
 
-MOST_ELEMENTS = 1024  # of each tensor of a batch
 MOST_INDICES = 1_000_000  # of each list; from a longer one, that many are taken at equal distances
 
 
@@ -66,36 +65,3 @@ def _index_lists(parts: Any, seen: set[int]) -> Iterator[Any]:
         for value in getattr(part, "__dict__", {}).values():
             several = isinstance(value, (list, tuple)) and value and isinstance(value[0], Dataset)
             yield from _index_lists(value if several else [value], seen)
-
-
-def first_of(batch: Any) -> str:
-    """Compute a digest of a batch; an empty string if equal digests would not show that batches are
-    equal: if it contains other objects than tensors, numbers and text, or only constants."""
-    digest, varies = 0, False
-    for leaf in _leaves(batch):
-        if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf":
-            leaf = torch.from_numpy(leaf)
-        if isinstance(leaf, torch.Tensor):
-            if not leaf.is_cpu or leaf.layout != torch.strided or leaf.is_quantized:
-                return ""
-            flat = leaf.detach().reshape(-1)
-            flat = flat[:: max(flat.numel() // MOST_ELEMENTS, 1)].contiguous()
-            varies = varies or bool((flat != flat[:1]).any())
-            content = flat.view(torch.uint8).numpy().tobytes()
-        elif isinstance(leaf, (bool, int, float, str, bytes)):
-            varies = varies or isinstance(leaf, (str, bytes))
-            content = repr(leaf).encode()
-        else:
-            return ""
-        digest = zlib.crc32(content, digest)
-    return f"{digest:08x}" if varies else ""
-
-
-def _leaves(part: Any) -> Iterator[Any]:
-    if isinstance(part, Mapping):
-        part = list(part.values())
-    if isinstance(part, (list, tuple)):
-        for each in part:
-            yield from _leaves(each)
-    else:
-        yield part

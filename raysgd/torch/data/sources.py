@@ -22,7 +22,6 @@ from raysgd.core.tree import mapped
 from raysgd.ray_data.columns import RayData
 from raysgd.torch.data.iterable import sharded_live
 from raysgd.torch.data.loading import LoaderIterator
-from raysgd.torch.data.rows import first_of
 from raysgd.torch.data.sampling import (
     Gathered,
     Order,
@@ -62,7 +61,6 @@ class BatchSource:
 
     loader: Any
     voted_s = 0.0  # in which this rank has waited for the others' votes
-    first = ""  # of the newest epoch: its number, and a digest of its first batch, if ranks are to have different ones
     _epoch = 0
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
@@ -328,8 +326,6 @@ class LiveSource(BatchSource):
                 self._enter(offset, rank_info)
                 drawn = Drawn(self._next(), offset, part=rank_info.world_rank)
                 self._kept.append(drawn)  # before the vote, which fails if a peer has failed
-                if offset == 1 and self._shard and rank_info.world_size > 1:
-                    self._see_first(drawn.batch)
             if not self._all(rank_info, drawn.batch is not END):
                 self._end(finished=drawn.batch is END)
                 self._live = None
@@ -340,10 +336,6 @@ class LiveSource(BatchSource):
     def _enter(self, offset: int, rank_info: RankInfo) -> None:
         if self._places is not None:
             self._places.enter(epoch=self._epoch + 1, offset=offset, part=rank_info.world_rank, reading=True)
-
-    def _see_first(self, batch: Any) -> None:
-        digest = "" if batch is END else first_of(batch)
-        self.first = f"{self._epoch} {digest}" if digest else ""
 
     def _opened(self, rank_info: RankInfo) -> Iterator[Any]:
         """Open a new iterator; in an epoch, one that continues after the returned batches."""

@@ -11,23 +11,34 @@ from torch import nn
 
 from raysgd.config import Exclusions, refuse
 from raysgd.errors import ConfigError
+from raysgd.torch.foreign import configured_optimizers
 from raysgd.torch.packages import check_version
 from raysgd.torch.settings import TorchSettings
 
 PACKAGES = ("lightning", "pytorch_lightning")
-# raysgd does not call these hooks, so a module that overrides one of them would not do what its author expects.
+INSTEAD = "use Lightning's own Trainer in a training function"
+# raysgd does not call these, so a module that overrides one of them would not do what its author expects.
 UNSUPPORTED = (
+    "backward",
+    "clip_gradients",
     "configure_callbacks",
+    "configure_gradient_clipping",
     "configure_sharded_model",
     "log",
+    "lr_scheduler_step",
+    "on_after_batch_transfer",
+    "on_before_batch_transfer",
     "on_fit_end",
     "on_train_end",
     "on_validation_model_eval",
     "on_validation_model_train",
     "on_validation_model_zero_grad",
+    "optimizer_step",
+    "optimizer_zero_grad",
     "teardown",
     "training_epoch_end",
     "training_step_end",
+    "transfer_batch_to_device",
     "validation_epoch_end",
     "validation_step_end",
 )
@@ -61,11 +72,6 @@ def lightning_base(module_cls: Any) -> type:
     return each
 
 
-def optimizers_of(base: type) -> Any:
-    """Import the module `core.optimizer` of the package that the module's class comes from."""
-    return import_module(f"{base.__module__.rsplit('.core', 1)[0]}.core.optimizer")
-
-
 def construct(module_cls: type, config: Mapping[str, Any]) -> Any:
     """Make a module. If its `__init__` has a parameter `config`, it gets the complete config, and
     otherwise the keys that are its parameters."""
@@ -94,22 +100,40 @@ def refuse_unsupported(module: Any, base: type, settings: TorchSettings) -> None
         if not overrides(module, base, needed):
             raise ConfigError(f"{name} has no {needed}, and raysgd cannot train it without one: define it")
     found = [hook for hook in UNSUPPORTED if overrides(module, base, hook)]
-    if found:
-        raise ConfigError(
-            f"{name} overrides {', '.join(found)}, which raysgd does not call: move that code to on_train_epoch_end or "
-            "on_validation_epoch_end, or to the script that calls trainer.train()"
-        )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise ConfigError(
-            f"{name}.training_step(dataloader_iter) is not supported: define training_step(batch, batch_idx)"
-        )
+        found.append("training_step(dataloader_iter)")
     if not module.automatic_optimization:
-        raise ConfigError(
-            f"{name}.automatic_optimization is False, and from_ptl steps the optimizer itself: use Lightning's Trainer in a "
-            "training function, with raysgd.train.lightning.prepare_trainer(trainer, elastic=False)"
-        )
+        found.append("automatic_optimization = False")
+    if found:
+        raise ConfigError(f"{name} has {', '.join(found)}, which from_ptl does not support: {INSTEAD}")
     given = vars(settings.options) | {"from_ptl": name}
     refuse([({"from_ptl": bool, **values}, why) for values, why in NOT_WITH_LIGHTNING], given)
+
+
+def read_configuration(module: Any, base: type) -> tuple[list[Any], list[Any]]:
+    """Read the optimizer and the `LRSchedulerConfig` of each scheduler that the module configures,
+    as Lightning reads them."""
+    core = import_module(f"{base.__module__.rsplit('.core', 1)[0]}.core.optimizer")
+    name, configured = f"{type(module).__name__}.configure_optimizers", module.configure_optimizers()
+    try:
+        optimizers, schedules = configured_optimizers(core, module, configured)
+    except Exception as error:
+        raise ConfigError(
+            f"{name} returned {configured!r}, which from_ptl does not support ({error}): {INSTEAD}"
+        ) from error
+    kinds = [type(each).__name__ for each in optimizers if _needs_closure(each.step)]
+    kinds += [type(each.scheduler).__name__ for each in schedules if each.reduce_on_plateau]
+    if kinds:
+        raise ConfigError(f"{name} has {', '.join(kinds)}, which from_ptl does not support: {INSTEAD}")
+    for each in schedules:
+        if each.frequency < 1:
+            raise ConfigError(f"{type(each.scheduler).__name__} has frequency={each.frequency!r}: use 1 or more")
+    return optimizers, schedules
+
+
+def _needs_closure(step: Callable[..., Any]) -> bool:
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def takes_index(step: Callable[..., Any]) -> bool:
@@ -121,18 +145,12 @@ def takes_index(step: Callable[..., Any]) -> bool:
 
 def one_loader(given: Any, name: str) -> Any:
     """Find the loader in what a module returned or the user passed: exactly one."""
-    if hasattr(given, "prepare_data") and hasattr(given, "train_dataloader"):
-        raise ConfigError(
-            f"{name} is a {type(given).__name__}: data modules are not supported. Pass its loaders, or call it in the "
-            "module's own prepare_data, setup and train_dataloader"
-        )
-    several = list(given.values()) if isinstance(given, dict) else given if isinstance(given, (list, tuple)) else None
-    if several is None or not several or not all(hasattr(each, "dataset") for each in several):
-        if isinstance(given, dict) or hasattr(given, "flattened"):
-            raise ConfigError(
-                f"{name} gives several loaders ({type(given).__name__}), and raysgd takes one: join the data sets"
-            )
-        return given
-    if len(several) > 1:
-        raise ConfigError(f"{name} gives {len(several)} loaders, and raysgd takes one: join the data sets")
-    return several[0]
+    several = given if isinstance(given, (list, tuple)) and given else [given]
+    of_several = isinstance(given, dict) or hasattr(given, "flattened")
+    if (
+        hasattr(given, "prepare_data")
+        or of_several
+        or (len(several) > 1 and all(hasattr(each, "dataset") for each in several))
+    ):
+        raise ConfigError(f"{name} is a {type(given).__name__}, and from_ptl takes one loader: {INSTEAD}")
+    return several[0] if hasattr(several[0], "dataset") else given

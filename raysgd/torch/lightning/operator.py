@@ -1,4 +1,4 @@
-"""A LightningModule as an operator: raysgd's loop calls its steps, hooks and optimizers. Worker."""
+"""A LightningModule as an operator: raysgd's loop calls its steps and hooks. Worker."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from raysgd.constants import NUM_SAMPLES
 from raysgd.errors import ConfigError
 from raysgd.torch.lightning import module as modules
 from raysgd.torch.lightning.logging import LoggedValues
-from raysgd.torch.lightning.schedulers import Schedules, read_configuration
-from raysgd.torch.lightning.trainer_stub import StepServices, TrainerStub
+from raysgd.torch.lightning.trainer_stub import TrainerStub
 from raysgd.torch.operator import TrainingOperator
-from raysgd.training.feed import NoFeed
 
 
 def operator_from_lightning(
@@ -56,9 +54,7 @@ class LightningOperator(TrainingOperator):
         self._base = modules.lightning_base(self.module_cls)
         self.module = module = modules.construct(self.module_cls, config)
         modules.refuse_unsupported(module, self._base, self._settings)
-        self._stub = module.trainer = TrainerStub(
-            module, self._internals.rank_info, self._settings.options, self.total_steps
-        )
+        self._stub = module.trainer = TrainerStub(self._internals.rank_info, self.total_steps)
         self._epoch, self._batch_idx = -1, 0
         self._open = False  # whether an epoch has begun for which on_train_epoch_end was not called
         self._announced: int | None = None  # the epoch for which this process has called on_train_epoch_start
@@ -67,16 +63,15 @@ class LightningOperator(TrainingOperator):
         module.setup("fit")
         module.configure_model()
         module.to(self.device)
-        core = modules.optimizers_of(self._base)
-        optimizers, schedules = read_configuration(module, core)
-        self._schedules = Schedules(module, schedules, self.device)
+        optimizers, self._schedules = modules.read_configuration(module, self._base)
         ddp_args = {**self.ddp_args, **self._settings.options.ddp_args}
         self.register(models=module, optimizers=optimizers, ddp_args=ddp_args)
         # Not through `register`, because the module says when its schedulers step, and not scheduler_step_freq.
-        self._parts.schedulers = [schedule.scheduler for schedule in schedules]
+        self._parts.schedulers = [schedule.scheduler for schedule in self._schedules]
         if self._parts.train_loader is None:
             self._register_loaders()
-        self._attach_stub(optimizers, core)
+        self._logged = LoggedValues()
+        self._indexed = modules.takes_index(module.training_step), modules.takes_index(module.validation_step)
         module.on_fit_start()
 
     def _register_loaders(self) -> None:
@@ -102,14 +97,6 @@ class LightningOperator(TrainingOperator):
         if given is None and modules.overrides(self.module, self._base, name):
             given = modules.one_loader(getattr(self.module, name)(), f"{type(self.module).__name__}.{name}")
         return given
-
-    def _attach_stub(self, optimizers: list[Any], core: Any) -> None:
-        module, wrapped = self.module, self._parts.wrapped[0]
-        self._logged = LoggedValues(module)
-        self._ddp = wrapped if isinstance(wrapped, DistributedDataParallel) else None
-        self._services = StepServices(module, self._parts.precision, optimizers, core)
-        self._stub.attach(self._services, optimizers, self._schedules.all)
-        self._indexed = modules.takes_index(module.training_step), modules.takes_index(module.validation_step)
 
     def _configure_ddp(
         self, models: list[nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]
@@ -138,7 +125,7 @@ class LightningOperator(TrainingOperator):
     @property
     def scheduler_dicts(self) -> list[dict[str, Any]]:
         """When each scheduler steps, with the keys of Lightning's `lr_scheduler` dicts."""
-        return [dict(vars(each)) for each in self._schedules.all]
+        return [dict(vars(each)) for each in self._schedules]
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -152,19 +139,19 @@ class LightningOperator(TrainingOperator):
         feed = self._internals.feed
         self._internals.begin_metrics()
         module = self.module
-        with self._attached("training", new=not feed.position.call_batches):
+        with self._attached("training"):
             if not self._started:
                 self._started = True
                 module.on_train_start()
             for batch in iterator:
                 self._enter_epoch((feed.epoch or epoch_idx + 1) - 1)
                 self._logged.begin_batch()
-                batch, batch_idx = self._transferred(batch), self._batch_idx
+                batch_idx = self._batch_idx
                 if module.on_train_batch_start(batch, batch_idx) == -1:
-                    if isinstance(feed, NoFeed):
-                        break
-                    feed.end_epoch()
-                    continue
+                    raise ConfigError(
+                        f"{type(module).__name__}.on_train_batch_start has returned -1, which from_ptl does not support: "
+                        f"{modules.INSTEAD}"
+                    )
                 measured = self.train_batch(
                     batch, {"batch_idx": batch_idx, "global_step": self.global_step, **(info or {})}
                 )
@@ -173,61 +160,54 @@ class LightningOperator(TrainingOperator):
                 self.global_step += 1
                 self._batch_idx += 1
                 self._stub.global_step = self.global_step
-                self._schedules.step("step", self._batch_idx, unless=self._keeps_rate)
+                self._step_schedulers("step", self._batch_idx)
                 module.on_train_batch_end(self._outputs, batch, batch_idx)
                 self._count(feed.step, self._logged.end_batch(measured))
             if feed.between_epochs:
-                self._close_epoch(last=True)
+                self._close_epoch()
             return self._report()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Run one training step with its hooks. Report its loss as train_loss, and the rest."""
-        self._outputs: dict[str, Any] = {}
+        module, precision, (optimizer,) = self.module, self._parts.precision, self._parts.optimizers
         arguments = (batch, batch_info["batch_idx"]) if self._indexed[0] else (batch,)
-        self._optimize(arguments)
-        return _measured("train_loss", self._outputs, self._samples_in(batch))
-
-    def _optimize(self, arguments: tuple[Any, ...]) -> None:
-        """Step the optimizer, which calls the closure once, or several times (L-BFGS)."""
-        module, optimizer = self.module, self._parts.optimizers[0]
-        epoch, batch_idx = self._epoch, self._batch_idx
-        ran = False
-
-        def closure() -> Any:
-            nonlocal ran
-            ran = True
-            output = self._training_step(arguments)
-            self._outputs = _outputs(output)
-            loss = self._loss(output)
-            module.on_before_zero_grad(optimizer)
-            module.optimizer_zero_grad(epoch, batch_idx, optimizer)
-            if loss is not None:
-                with self.timers.record("grad"):
-                    self._services.backward(loss, optimizer)
-            return loss
-
-        module.optimizer_step(epoch, batch_idx, self._services._lightning_optimizers[0], closure)
-        if not ran:
-            raise ConfigError(
-                f"{type(module).__name__}.optimizer_step did not call its closure: call "
-                "optimizer.step(closure=optimizer_closure), or optimizer_closure() itself"
-            )
-
-    def _loss(self, output: Any) -> Any:
-        """The loss, or None to skip the batch, which only a single worker can."""
-        if output is None and self._ddp is None:
-            return None
+        wrapped = self._parts.wrapped[0]
+        step = wrapped if isinstance(wrapped, DistributedDataParallel) else module.training_step
+        with self.timers.record("fwd"), self.autocast():
+            output = step(*arguments)
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, torch.Tensor):
             raise ConfigError(
-                f"{type(self.module).__name__}.training_step must return the loss, or a dict with the key "
-                f"'loss', got {output!r} (None, to leave out a batch, is possible with one worker only)"
+                f"{type(module).__name__}.training_step must return the loss, or a dict with the key 'loss', got {output!r}. "
+                f"To leave out a batch, {modules.INSTEAD}"
             )
-        return loss
+        self._outputs = _outputs(output)
+        module.on_before_zero_grad(optimizer)
+        optimizer.zero_grad()
+        module.on_before_backward(loss)
+        with self.timers.record("grad"):
+            precision.backward(loss, optimizer)
+        module.on_after_backward()
+        precision.unscale(optimizer)
+        module.on_before_optimizer_step(optimizer)
+        self._clip(precision.parameters(optimizer))
+        precision.step(optimizer)
+        return _measured("train_loss", self._outputs, self._samples_in(batch))
 
-    def _training_step(self, arguments: tuple[Any, ...]) -> Any:
-        with self.timers.record("fwd"), self.autocast():
-            return self.module.training_step(*arguments) if self._ddp is None else self._ddp(*arguments)
+    def _clip(self, parameters: list[torch.Tensor]) -> None:
+        options = self._settings.options
+        if options.clip_value is not None:
+            nn.utils.clip_grad_value_(parameters, options.clip_value)
+        if options.clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, options.clip_norm)
+
+    def _step_schedulers(self, interval: str, count: int) -> None:
+        """Step the schedulers that are due after batch number `count` of an epoch, or after epoch
+        number `count`."""
+        for each in self._schedules:
+            due = each.interval == interval and count % each.frequency == 0
+            if due and not (interval == "step" and self._keeps_rate(each.scheduler)):
+                each.scheduler.step()
 
     # -- epochs ---------------------------------------------------------------------------------------
 
@@ -245,18 +225,14 @@ class LightningOperator(TrainingOperator):
             self._announced = self._epoch
             self.module.on_train_epoch_start()
 
-    def _close_epoch(self, *, last: bool = False) -> None:
-        """End the epoch that is open, if one is. It is the `last` one of a call, or the call
-        continues with its metric objects."""
+    def _close_epoch(self) -> None:
+        """End the epoch that is open, if one is."""
         if not self._open:
             return
         self._announce_epoch()
         self._open, self._announced = False, None
-        count = self._epoch + 1
-        self._schedules.step("epoch", count)
+        self._step_schedulers("epoch", self._epoch + 1)
         self.module.on_train_epoch_end()
-        self._schedules.end_epoch(count)
-        self._schedules.step_plateaus(self._report(resets=last), self._parts.calls.control)
 
     # -- validation -----------------------------------------------------------------------------------
 
@@ -266,12 +242,11 @@ class LightningOperator(TrainingOperator):
             raise ConfigError(f"validate() needs a validation_step in {type(module).__name__}")
         feed = self._internals.feed
         self._internals.begin_metrics()
-        with self._attached("validating", new=True), torch.no_grad():
+        with self._attached("validating"), torch.no_grad():
             module.on_validation_start()
             module.on_validation_epoch_start()
             for batch_idx, batch in enumerate(val_iterator):
                 self._logged.begin_batch()
-                batch = self._transferred(batch)
                 module.on_validation_batch_start(batch, batch_idx)
                 measured = self.validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
                 module.on_validation_batch_end(self._outputs, batch, batch_idx)
@@ -281,7 +256,6 @@ class LightningOperator(TrainingOperator):
             module.on_validation_epoch_end()
             report = self._report()
             module.on_validation_end()
-        self._schedules.step_plateaus(report, self._parts.calls.control)
         return report
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -294,12 +268,12 @@ class LightningOperator(TrainingOperator):
     # -- both -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _attached(self, phase: str, *, new: bool) -> Iterator[None]:
+    def _attached(self, phase: str) -> Iterator[None]:
         """Replace `self.log` during a call. Between calls, the module is as its class made it."""
         stub = self._stub
         stub.join(self._internals.rank_info)
         stub.global_step = self.global_step
-        self._logged.begin_call(self.world_rank, new=new)
+        self._logged.begin_call(self.world_rank)
         inner: list[Any] = [each for each in self.module.modules() if isinstance(each, self._base)]
         for each in inner:
             each.log = self._logged.log
@@ -311,17 +285,8 @@ class LightningOperator(TrainingOperator):
             for each in inner:
                 del each.log
 
-    def _transferred(self, batch: Any) -> Any:
-        """The batch, on the device already, after the module's own transfer hooks."""
-        module = self.module
-        batch = module.on_before_batch_transfer(batch, 0)
-        if modules.overrides(module, self._base, "transfer_batch_to_device"):
-            batch = module.transfer_batch_to_device(batch, self.device, 0)
-        return module.on_after_batch_transfer(batch, 0)
-
-    def _report(self, *, resets: bool = True) -> dict[str, Any]:
-        logged = self._logged.computed(self._parts.calls.control, resets=resets)
-        report = {**self._internals.meter.summary(), **logged}
+    def _report(self) -> dict[str, Any]:
+        report = {**self._internals.meter.summary(), **self._logged.outside_batches}
         self._stub.callback_metrics.update(report)
         return report
 
@@ -330,24 +295,15 @@ class LightningOperator(TrainingOperator):
     def state_dict(self) -> dict[str, Any]:
         own: dict[str, Any] = {"epoch": self._epoch, "global_step": self.global_step}
         self.module.on_save_checkpoint(own)
-        return {
-            "epoch": self._epoch,
-            "batch_idx": self._batch_idx,
-            "open": self._open,
-            "due": [*self._schedules.due],
-            "module": own,
-        }
+        return {"epoch": self._epoch, "batch_idx": self._batch_idx, "open": self._open, "module": own}
 
     def load_state_dict(self, state_dict: Any) -> None:
         if not state_dict:
             return
-        if len(state_dict["due"]) != len(self._schedules.due):
-            raise ValueError(f"it has {len(state_dict['due'])} schedulers, and this module {len(self._schedules.due)}")
         if state_dict["epoch"] != self._epoch:
             self._announced = None  # this process has not called on_train_epoch_start for that epoch
         self._epoch, self._batch_idx, self._open = (state_dict[name] for name in ("epoch", "batch_idx", "open"))
         self._stub.current_epoch = max(self._epoch, 0)
-        self._schedules.due = [*state_dict["due"]]
         self.module.on_load_checkpoint(state_dict["module"])
 
 

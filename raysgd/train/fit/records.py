@@ -8,10 +8,11 @@ Driver.
 
 from __future__ import annotations
 
+import io
 import json
-import pickle
 import time
 import uuid
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, Literal
 
 from raysgd.core.metrics import plain
 from raysgd.errors import CheckpointError, described, shown
-from raysgd.storage import folders, locations, values
+from raysgd.storage import checksums, folders, locations
 from raysgd.train.callbacks import autofill
 
 SETTINGS, RESULTS, STATE = "trainer.zip", "results.jsonl", "state.json"
@@ -90,11 +91,10 @@ def _read_settings(where: Any) -> dict[str, bytes]:
     """Read the pickles of the settings by name, without loading one: this runs no code."""
     data = locations.read(where / SETTINGS)
     try:
-        found = dict(values.load(data))
-        if not all(isinstance(name, str) and isinstance(each, bytes) for name, each in found.items()):
-            raise CheckpointError("it is not a dictionary of pickles")
-        return found
-    except (CheckpointError, TypeError, ValueError) as error:
+        checksums.verify(data)
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            return {name: archive.read(name) for name in archive.namelist()}
+    except Exception as error:  # zipfile raises various errors for damaged archives
         raise CheckpointError(
             f"{where / SETTINGS} does not hold the settings of a trainer, or is damaged ({error})"
         ) from error
@@ -137,7 +137,11 @@ class RunRecord:
         """Write the files, and an earlier run's rows again: the last may be incomplete."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
         locations.write(self.log_dir / RESULTS, "".join(self._take_unwritten()).encode())
-        locations.write(self.where / SETTINGS, values.dump(dict(settings), dumps=pickle.dumps))
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as archive:
+            for name, pickled in settings.items():
+                archive.writestr(zipfile.ZipInfo(name), pickled)
+        locations.write(self.where / SETTINGS, buffer.getbuffer())
         self._write_status("running")
 
     def note_start(self) -> None:

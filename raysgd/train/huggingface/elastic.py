@@ -19,6 +19,7 @@ import contextlib
 import copy
 import dataclasses
 import dis
+import functools
 import inspect
 import io
 import logging
@@ -29,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from operator import length_hint
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -46,6 +47,7 @@ from raysgd.train.elastic_state import ByReference, Commit, copied, elastic
 from raysgd.train.generators import generator_states, set_generators
 from raysgd.train.huggingface.foreign import SET_BY_TRANSFORMERS, WeightsInMemory, loop_of
 from raysgd.train.huggingface.windows import Windows
+from raysgd.train.points import Points
 from raysgd.train.replica import STOP_SIGNAL
 from raysgd.train.session_functions import current
 from raysgd.training.seeding import Places, seed_generators
@@ -292,6 +294,9 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         self._frozen: dict[str, Any] = {}  # the first values of each parameter that the optimizer does not change
         self._frozen_versions: dict[str, int] = {}
         self._ends_with_commit = False  # `optimizer.step()` of this step, once the step has begun
+        self._trackers = [each for each in trainer.callback_handler.callbacks if is_tracker(each)]
+        self._on_log = [each.on_log for each in self._trackers]
+        self._points = Points(self._track)
         self._sampler: PartSampler | None = None
         self._parts: Iterator[RankPart] = iter(())
         first = {
@@ -313,6 +318,8 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         args.gradient_accumulation_steps = -(-self._per_step // info.world_size)
         args.eval_on_start = args.eval_on_start and self._pending is None
         callbacks.insert(0, self)  # before those that look at weights in on_train_begin
+        for number, each in enumerate(self._trackers):
+            each.on_log = functools.partial(self._note_log, number)
         trainer.weights_in_memory, trainer.before_best_model = self._pending is not None, self.copy_last
         try:
             with tempfile.TemporaryDirectory() as folder:
@@ -328,6 +335,8 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
             vars(trainer.accelerator).pop("clip_grad_norm_", None)
             args.gradient_accumulation_steps, args.eval_on_start = asked
             callbacks.remove(self)
+            for each in self._trackers:
+                del each.on_log
             del trainer.before_best_model
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {STOP_SIGNAL})
 
@@ -422,6 +431,7 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
             "order": ByReference(self._sampler.drawn),
             "frozen": ByReference(self._frozen),
             "reading": ByReference(self._sampler.before_step),
+            "points": ByReference(self._points.committed),
             "stepped": self._stepped,
         }
 
@@ -510,6 +520,7 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
             self._norm = kept["stepped"].content["norm"]
             skip_once(self._trainer.optimizer, lambda: self._end_again(kept))
         set_generators(kept["before"].content["random"].content)
+        self._points.resume(kept["points"].content)
         self._before, self._stepped, self._pending = kept["before"], kept["stepped"], None
         self._state.keep_again()
 
@@ -578,7 +589,9 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         else:
             self._look_for_changes()
             self._before, self._stepped = ByReference(copied(self._other_state())), None
+            self._points.begin_commit()
             self._state.commit()
+            self._points.end_commit()
         self._ends_with_commit = self._by_reference
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -594,6 +607,22 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.copy_last()
+        self._points.end()
+
+    def _note_log(
+        self, number: int, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any
+    ) -> None:
+        """Called in place of a tracker's `on_log`."""
+        place = {name: getattr(state, name) for name in ("global_step", "epoch")}
+        self._points.add(number, place, dict(logs))
+
+    def _track(self, number: int, place: Mapping[str, Any], logs: dict[str, Any]) -> None:
+        """Let a tracker log what was logged at this place."""
+        trainer = self._trainer
+        state, alone = copy.copy(trainer.state), copy.copy(trainer.callback_handler)
+        vars(state).update(place)
+        alone.callbacks = [SimpleNamespace(on_log=self._on_log[number])]
+        alone.call_event("on_log", trainer.args, state, trainer.control, logs=logs)
 
     def copy_last(self) -> None:
         """Copy the commit of the last step, because the Trainer then loads its best model, or the
@@ -862,6 +891,11 @@ def attributes_of(trainer: Any) -> Attributes:
         for name, each in getattr(trainer.model, f"named_{kind}")()
     }
     return Attributes(owners, {name: each for name, each in live.items() if each is not None})
+
+
+def is_tracker(callback: Any) -> bool:
+    """Whether it sends what is logged to a service or a file of its own."""
+    return any(each.__module__.startswith("transformers.integrations") for each in type(callback).__mro__)
 
 
 def skip_once(optimizer: Any, instead: Callable[[], None]) -> None:

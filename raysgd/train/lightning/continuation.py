@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -19,17 +18,11 @@ from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.foreign import loader_with
 from raysgd.train.elastic_state import ByReference, elastic
 from raysgd.train.generators import generator_states, set_generators
-from raysgd.train.lightning.foreign import FitState, Logs, replace_files
+from raysgd.train.lightning.foreign import FitState, Logs, refused, replace_files
 from raysgd.train.lightning.package import imported
 from raysgd.train.session_functions import Session
 
-logger = logging.getLogger("raysgd")
-
 COMMIT = "raysgd's last commit"  # Lightning shows it as the path of a checkpoint
-OVERFLOWS = (
-    "Lightning trains with 16-mixed precision and %d of %d workers. Each one computes more samples at once, so other steps can overflow "
-    "and be skipped than with all of them. Use bf16-mixed if runs must be equal"
-)
 REFUSED = {  # callbacks, each with the reason and what to do instead
     "StochasticWeightAveraging": (
         "which Lightning resumes only between epochs",
@@ -40,13 +33,6 @@ REFUSED = {  # callbacks, each with the reason and what to do instead
     "OnExceptionCheckpoint": ("which saves a file at each worker failure", "leave it out"),
     "SpikeDetection": ("whose state Lightning cannot load", "look at the loss in a callback of your own"),
 }
-
-
-def refused(found: str, instead: str) -> ConfigError:
-    return ConfigError(
-        f"RayDDPStrategy cannot continue within an epoch with {found}: {instead}, or pass elastic=False to "
-        "prepare_trainer, with which a failure starts the function again"
-    )
 
 
 class Continuation:
@@ -69,11 +55,10 @@ class Continuation:
         self._loader: DividedLoader | None = None
         self._found: dict[str, Any] = {}  # the commit from which the fit has not resumed yet
         self._rest = FitState(trainer, says=session.rank_info.world_rank == 0 and session.attempt.number < 2)
-        self._logs = Logs(trainer.loggers)
+        self._logs = Logs(trainer)
         versions = trainer.strategy.broadcast(self._logs.versions)
         self._state = elastic({"trainer": self, "workers": session.planned_ranks, "versions": versions})
-        resumes_at = self._found.get("rest", {}).get("step")
-        self._logs.resume(self._state["versions"], resumes_at, self._found.get("logged", []))
+        self._logs.continue_in(self._state["versions"], resumes=bool(self._found))
         self._sanity_steps = trainer.num_sanity_val_steps
         self.saved: list[str] = []  # files of checkpoints, since the last commit
         if self._found:
@@ -92,15 +77,17 @@ class Continuation:
         finally:
             self.committing = False
         kept = self._rest.keep(self.checkpoint["state_dict"])
-        measured: list[Any] = [(self._rest.measured(), [*self._logs.counts])]
+        measured: list[Any] = [self._rest.measured()]
         if self.rank_info.world_size > 1:  # a worker that fails takes its own along
             measured *= self.rank_info.world_size
             dist.all_gather_object(measured, measured[0])
         self.saved = []
         checkpoint = {**self.checkpoint, "optimizer_states": [], "lr_schedulers": [], "loops": None}
-        found = {"checkpoint": checkpoint, "rest": kept, "logged": measured[0][1]}
-        found["measured"] = [each for each, _ in measured]
-        return {**found, "saved": ByReference(self.saved), "random": ByReference(generator_states())}
+        by_reference = {"saved": self.saved, "random": generator_states(), "points": self._logs.points.committed}
+        return {
+            **{"checkpoint": checkpoint, "rest": kept, "measured": measured},
+            **{name: ByReference(each) for name, each in by_reference.items()},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._found = state
@@ -157,13 +144,9 @@ class Continuation:
                 )
         if not hasattr(self.trainer, "val_check_interval"):
             raise refused("val_check_interval as a time", "give a number of batches, or a part of an epoch")
-        ranks, workers = self.rank_info.world_size, self._state["workers"]
-        if (
-            getattr(self.trainer.precision_plugin, "scaler", None)
-            and ranks != workers
-            and not self.rank_info.world_rank
-        ):
-            logger.warning(OVERFLOWS, ranks, workers)
+        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
+            found = "precision='16-mixed', because with fewer workers other steps would overflow"
+            raise refused(found, "use 'bf16-mixed' or '32-true'")
 
     def _stepped_parameters(self) -> list[Any]:
         groups = [group for each in self.trainer.optimizers for group in each.param_groups]
@@ -188,11 +171,14 @@ class Continuation:
         after a resume is that of the last commit: another would let raysgd forget which reports are
         repeated."""
         if self._found:
+            self._logs.points.resume(self._found["points"].content)
             set_generators(self._found["random"].content)
             self.trainer.num_sanity_val_steps = self._sanity_steps
             self._found, self._batches = {}, 0
         elif self._batches >= self._every and batch % self.trainer.accumulate_grad_batches == 0:
+            self._logs.points.begin_commit()
             self._state.commit()
+            self._logs.points.end_commit()
             self._batches = 0
         self._batches += 1
 

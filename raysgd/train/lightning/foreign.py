@@ -22,6 +22,7 @@ from torchmetrics import Metric
 
 from raysgd.errors import ConfigError
 from raysgd.train.lightning.package import imported
+from raysgd.train.points import Points
 from raysgd.workers.serialization import pickler_class
 
 logger = logging.getLogger("raysgd")
@@ -45,10 +46,13 @@ NOT_COPIED = (
     "raysgd cannot copy %s. After a worker failure, it is as the training function makes it. If training changes it, give its class "
     "__getstate__ and __setstate__"
 )
-NOT_SHARED = (
-    "%s (%s) adds up more than sums in training_step. After a worker failure, its value for that epoch lacks the samples of the "
-    "failed worker. Measure it in a validation, or log a value of each batch"
-)
+
+
+def refused(found: str, instead: str) -> ConfigError:
+    return ConfigError(
+        f"RayDDPStrategy cannot continue within an epoch with {found}: {instead}, or pass elastic=False to "
+        "prepare_trainer, with which a failure starts the function again"
+    )
 
 
 class FitState:
@@ -167,15 +171,18 @@ class FitState:
                 yield name, each, {state: kind.removeprefix("dim_zero_") for state, kind in kinds.items()}
 
     def measured(self) -> dict[tuple[str, str], Any]:
-        """This rank's share of what its epoch has measured."""
+        """This rank's share of what its epoch has measured. Raise ConfigError for a metric that is
+        more than sums."""
         found = {}
         for name, each, kinds in self._measured():
             for state, kind in kinds.items():
                 if kind in REDUCE and hasattr(each, state):
                     found[name, state] = getattr(each, state).cpu()
-            if self._says and isinstance(each, Metric) and {*kinds.values()} - {*REDUCE}:
-                self._says = False
-                logger.warning(NOT_SHARED, name, type(each).__name__)
+            if isinstance(each, Metric) and {*kinds.values()} - {*REDUCE}:
+                raise refused(
+                    f"{name}, {type(each).__name__}, in training_step, because a failed worker takes the samples that it gathers along",
+                    "measure it in a validation, or take a metric that adds up (as with thresholds=100)",
+                )
         return found
 
     def leave_out_batch(self) -> None:
@@ -325,45 +332,57 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Logs:
-    """The loggers of a fit that write into a folder with a version: they continue in that of the
-    first attempt. Counts what each has logged."""
+    """The loggers of a fit. What it logs waits for the next commit, and those that write into a
+    folder with a version continue in that of the first attempt."""
 
-    def __init__(self, loggers: list[Any]) -> None:
-        kinds = imported(".loggers")
-        self._loggers = [each for each in loggers if isinstance(each, (kinds.CSVLogger, kinds.TensorBoardLogger))]
-        self.versions = [each.version for each in self._loggers]
-        self.counts = [0] * len(self._loggers)
-        for number, each in enumerate(self._loggers):
-            each.log_metrics = self._counted(number, each.log_metrics)
+    def __init__(self, trainer: Any) -> None:
+        kinds, loggers = imported(".loggers"), trainer.loggers
+        self._trainer, self._loggers = trainer, loggers
+        self._pass_through()  # one that outlives an attempt, which has ended before its fit
+        self._in_folders = [each for each in loggers if isinstance(each, (kinds.CSVLogger, kinds.TensorBoardLogger))]
+        self.versions = [each.version for each in self._in_folders]
+        self._log_metrics = [each.log_metrics for each in loggers]
+        self.points = Points(self._log)
+        for number, each in enumerate(loggers):
+            each.log_metrics = functools.partial(self._add, number)
+            each.finalize = functools.partial(self._finalize, each.finalize)
 
-    def _counted(self, number: int, log: Any) -> Any:
-        def log_metrics(*args: Any, **kwargs: Any) -> None:
-            self.counts[number] += 1
-            log(*args, **kwargs)
+    def _add(self, number: int, metrics: Any, step: int | None = None) -> None:
+        self.points.add(number, dict(metrics), step)
 
-        return log_metrics
+    def _log(self, number: int, metrics: dict[str, Any], step: int | None) -> None:
+        self._log_metrics[number](metrics, step)
+        self._loggers[number].save()
 
-    def resume(self, versions: list[Any], step: int | None, counts: list[int]) -> None:
-        """Continue in these folders. If the fit resumes at a `step`, what was logged from there on
-        is removed: it is logged again."""
-        for number, (each, version) in enumerate(zip(self._loggers, versions, strict=True)):
+    def _finalize(self, finalize: Any, status: str) -> None:
+        if status == "success":
+            self.points.end()
+        if status != "success" or self._trainer.state.fn == "fit":
+            self._pass_through()
+        finalize(status)
+
+    def _pass_through(self) -> None:
+        """Let the loggers log at once."""
+        for each in self._loggers:
+            for name in ("log_metrics", "finalize"):
+                vars(each).pop(name, None)
+
+    def continue_in(self, versions: list[Any], *, resumes: bool) -> None:
+        """Continue in these folders, and with `resumes` in the files there."""
+        for each, version in zip(self._in_folders, versions, strict=True):
             each._version = version
-            if step is None:
-                continue
-            self.counts[number] = counts[number]
-            if isinstance(each, imported(".loggers").TensorBoardLogger):
-                each._kwargs["purge_step"] = step + 1  # a point of the step itself can be older than the commit
-            elif imported(".utilities").rank_zero_only.rank == 0:
-                self._remove_rows(each, counts[number])
+            if resumes and isinstance(each, imported(".loggers").CSVLogger):
+                _append(each)
 
-    def _remove_rows(self, logger: Any, count: int) -> None:
-        path = str(Path(logger.log_dir, "metrics.csv"))
-        if logger._fs.isfile(path):
-            with logger._fs.open(path, "r", newline="") as file:
-                rows = [*csv.DictReader(file)][:count]
-            writer = logger.experiment  # removes the file
-            writer.metrics = rows
-            writer.save()
+
+def _append(logger: Any) -> None:
+    """Let a CSVLogger continue its file, which its writer removes when it is made."""
+    path = str(Path(logger.log_dir, "metrics.csv"))
+    if imported(".utilities").rank_zero_only.rank == 0 and logger._fs.isfile(path):
+        with logger._fs.open(path, "r", newline="") as file:
+            rows = [*csv.DictReader(file)]
+        logger.experiment.metrics = rows
+        logger.save()
 
 
 def replace_files(trainer: Any, paths: list[str]) -> None:

@@ -3,7 +3,6 @@
 import warnings
 from typing import Any
 
-from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
 
 from tests.replicas import torch_rank
@@ -24,11 +23,6 @@ class Looks(Line):
         return {"batches": len(list(iterator))}
 
     validate = train_epoch  # type: ignore[assignment]
-
-
-class Normed(Looks):
-    def make_model(self) -> nn.Module:
-        return nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
 
 
 def said(
@@ -68,14 +62,3 @@ def test_only_rank_0_warns_and_only_where_raysgd_shuffled() -> None:
 
 def test_it_is_shown_once_in_a_process() -> None:
     assert len(said(*[DataLoader(DATA)] * 2, filtered="default")) == 1
-
-
-def test_single_rows_for_batchnorm_are_named_before_the_first_step() -> None:
-    """12 rows on two workers: with 4 each, the last step has 4 rows, and with 5 each 2, one for each rank."""
-    bad, good = DataLoader(DATA, batch_size=5, shuffle=True), DataLoader(DATA, batch_size=4, shuffle=True)
-    (text,) = said(bad, kind=Normed)
-    assert "has 2 of 12 rows for 2 parts" in text and "drop_last=True" in text
-    (text,) = said(DataLoader(DATA, batch_size=11, shuffle=True), kind=Normed, num_workers=1)
-    assert "1 of 12 rows for 1 part" in text
-    assert said(good, DataLoader(DATA, batch_size=5, shuffle=True, drop_last=True), kind=Normed) == []
-    assert said(bad) == said(bad, kind=Normed, training=False) == []

@@ -18,9 +18,8 @@ from torch.utils.data import (
 
 from raysgd import AutoCheckpoint, CheckpointError
 from raysgd.torch import TorchTrainer
-from raysgd.torch.data.rows import LoaderRows, first_of
+from raysgd.torch.data.rows import LoaderRows
 from tests.replicas import torch_rank
-from tests.torch.data.sources import LiveSource, begin, drawn
 from tests.torch.data.test_iterable_data import Stream
 from tests.torch.small import Line, Numbers, inline, rows
 
@@ -65,43 +64,11 @@ def test_samplers_of_indices_count_and_plain_data_has_no_digest() -> None:
     assert LoaderRows.of(DataLoader(Numbers(3), batch_sampler=batches)).for_ranks == ""
 
 
-def test_equal_batches_have_equal_digests() -> None:
-    x = torch.arange(6.0).reshape(2, 3)
-    assert first_of([x, {"y": 3, "name": "a"}]) == first_of((x.clone(), {"y": 3, "name": "a"})) != ""
-    others = [x + 1, x.double(), x[:, :2], x.numpy() * 2, "text", {"a": [x, "b"]}]
-    assert len({first_of(each) for each in [x, *others]}) == 7
-    assert first_of(x) == first_of(x.numpy())
-    large = torch.arange(5_000_000)
-    assert first_of(large) != first_of(large + 1) and first_of(large.bfloat16()) != ""
-
-
-def test_batches_that_cannot_be_compared_have_none() -> None:
-    """An object's text says nothing about its content, and equal constants say nothing about the rest of the data."""
-    for batch in (torch.zeros(4, 2), 1, [], object(), (torch.arange(3), object()), torch.zeros(0)):
-        assert first_of(batch) == ""
-
-
 class Whole(Stream):
     """Does not divide itself."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.count))
-
-
-@pytest.mark.parametrize(("kind", "same"), [(Whole, True), (Stream, False)])
-def test_a_stream_that_is_not_divided_shows_in_the_first_batch(kind: Any, same: bool) -> None:
-    found = []
-    for rank in range(2):
-        source = LiveSource(DataLoader(kind(10), batch_size=3), shard=True, together=False)
-        for epoch in range(2):
-            begin(source, epoch, ranks=2, shared=True)
-            next(drawn(source, rank=rank, ranks=2))
-            assert source.first.startswith(f"{epoch} ")
-        found.append(source.first)
-    assert (found[0] == found[1]) == same
-    unshared = LiveSource(DataLoader(kind(10), batch_size=3), shard=False, together=False)
-    next(drawn(begin(unshared, ranks=2), ranks=2))
-    assert unshared.first == "", "with add_dist_sampler=False, nothing is compared"
 
 
 class Split(Line):

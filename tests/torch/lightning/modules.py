@@ -8,7 +8,6 @@ import torch
 from lightning import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import SumMetric
 
 from tests.faults import Fault
 
@@ -61,52 +60,14 @@ class Scheduled(Net):
         return [optimizer], [by_epoch, {"scheduler": by_batch, "interval": "step", "frequency": 3}]
 
 
-class Plateau(Net):
-    """Its learning rate depends on the validation loss, which never improves by the threshold."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)
-        return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_loss"}
-
-
-class Clipped(Net):
-    """Overrides every hook that can change a step: clipping, the optimizer step, the backward pass and the batch transfer."""
-
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-    ) -> None:
-        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = self.hparams.lr / (1 + self.global_step)
-        optimizer.step(closure=optimizer_closure)
-
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        (2 * loss).backward()
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        x, y = batch
-        return x / 2, y
-
-
-class Lbfgs(Net):
-    """Its optimizer calls the closure several times in a step."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
-
-
-class Spread(Plateau):
-    """For several workers: prepares data, logs a metric, records its epochs, and fails once at step `fault_at`."""
+class Spread(Net):
+    """For several workers: prepares data, records its epochs, and fails once at step `fault_at`."""
 
     def __init__(
         self, folder: str, fault_at: int = -1, val_count: int = VAL_ROWS, batch_size: int = 16, count: int = ROWS
     ) -> None:
         super().__init__(batch_size=batch_size, count=count)
         self.folder, self.fault_at, self.val_count = Path(folder), fault_at, val_count
-        self.seen = SumMetric()
 
     def prepare_data(self) -> None:
         time.sleep(0.5)
@@ -127,9 +88,11 @@ class Spread(Plateau):
             Fault(1, self.fault_at).fire(str(self.folder))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.seen(len(batch[0]))
-        self.log("seen", self.seen)
         self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
     def val_dataloader(self) -> Any:
         return DataLoader(rows(self.val_count, seed=1), batch_size=8)

@@ -9,9 +9,8 @@ lightning = pytest.importorskip("lightning", reason="needs Lightning: pip instal
 
 from raysgd import TorchTrainer, TrainingOperator, TrainingOptions  # noqa: E402
 from raysgd.errors import ConfigError  # noqa: E402
-from tests.replicas import Interrupted, torch_rank  # noqa: E402
 from tests.torch.lightning import modules  # noqa: E402
-from tests.torch.lightning.modules import Net, Plateau, rows  # noqa: E402
+from tests.torch.lightning.modules import Net, rows  # noqa: E402
 
 
 def trainer_of(module_cls, config=None, **loaders):
@@ -87,99 +86,6 @@ def test_a_logged_batch_size_is_the_number_of_samples():
         assert trainer.train()["num_samples"] == 2 * modules.ROWS
 
 
-def test_metric_objects_are_computed_over_the_call_and_reset():
-    torchmetrics = pytest.importorskip("torchmetrics")
-
-    class Measured(Net):
-        def __init__(self):
-            super().__init__()
-            self.right = torchmetrics.Accuracy(task="multiclass", num_classes=2)
-            self.errors = torchmetrics.MetricCollection({"sum": torchmetrics.SumMetric()})
-
-        def validation_step(self, batch, batch_idx):
-            x, y = batch
-            self.right(self.net(x), y)
-            self.errors(len(y))
-            self.log("right", self.right)
-            self.log_dict(self.errors)
-
-    with trainer_of(Measured) as trainer:
-        first, second = trainer.validate(), trainer.validate()
-        model, data = trainer.get_model(), rows(modules.VAL_ROWS, seed=1)
-    x, y = data.tensors
-    expected = (model.net(x).argmax(1) == y).float().mean().item()
-    assert first["right"] == second["right"] == pytest.approx(expected)
-    assert first["sum"] == second["sum"] == modules.VAL_ROWS
-
-
-def counted_rows():
-    """Return a class of modules that count the rows of a call with a metric object."""
-    torchmetrics = pytest.importorskip("torchmetrics")
-
-    class Counted(Net):
-        def __init__(self):
-            super().__init__(batch_size=20, count=200)
-            self.rows = torchmetrics.SumMetric()
-
-        def count(self, batch, name):
-            self.rows.update(len(batch[0]))
-            self.log("rows", self.rows)
-
-        def training_step(self, batch, batch_idx):
-            self.count(batch, "train")
-            return self.loss(batch)
-
-        def validation_step(self, batch, batch_idx):
-            self.count(batch, "validate")
-
-    return Counted
-
-
-def test_metric_objects_of_a_call_have_the_rows_of_all_its_epochs():
-    """Schedulers get what there is at an epoch's end."""
-
-    class Scheduled(counted_rows()):
-        def lr_scheduler_step(self, scheduler, metric):
-            self.calls.append(int(metric))
-
-        def configure_optimizers(self):
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-            return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "rows"}
-
-    with trainer_of(Scheduled) as trainer:
-        counted = [trainer.train(num_steps=steps)["rows"] for steps in (15, 5, 25)]
-        counted.append(trainer.train(num_steps=None)["rows"])
-        calls = trainer.get_local_operator().module.calls
-    assert counted == [300, 100, 500, 100]
-    assert calls == [200, 100, 200, 400, 100]
-
-
-def test_metric_objects_have_only_the_rows_of_calls_that_have_ended():
-    """An error ends a call. After a peer's failure, a validation is repeated, and a training continues."""
-    marks = {}
-
-    class Failing(counted_rows()):
-        def count(self, batch, name):
-            super().count(batch, name)
-            marks.pop(name, lambda: None)()
-
-    def fail():
-        raise ZeroDivisionError
-
-    rank = torch_rank(TrainingOperator.from_ptl(Failing))
-    for method, count in ((rank.validate, modules.VAL_ROWS), (rank.train, 200)):
-        name = method.__name__
-        marks[name] = fail
-        with pytest.raises(ZeroDivisionError):
-            method(1)
-        assert method(2)["rows"] == count
-        marks[name] = rank.interrupt
-        assert isinstance(method(3), Interrupted)
-        rank.clear()
-        assert method(3)["rows"] == count
-
-
 def test_frozen_parts_stay_in_eval_mode():
     class Frozen(Net):
         def on_train_start(self):
@@ -210,35 +116,14 @@ class Epochs(Net):
 
     def on_train_batch_start(self, batch, batch_idx):
         self.calls.append(batch_idx)
-        return -1 if (self.current_epoch, batch_idx) == (0, 2) else None
-
-
-def test_minus_one_ends_the_epoch():
-    with trainer_of(Epochs, {"batch_size": 80}) as trainer:
-        short, full = trainer.train(), trainer.train()
-        calls = trainer.get_local_operator().module.calls
-    assert (short["batch_count"], short["num_samples"]) == (2, 160)
-    assert (full["batch_count"], full["num_samples"], full["epoch"]) == (3, 203, 2)
-    assert calls == [("start", 0), 0, 1, 2, ("end", 0), ("start", 1), 0, 1, 2, ("end", 1)]
 
 
 def test_epoch_hooks_run_once_for_any_number_of_steps():
-    class Plain(Epochs):
-        def on_train_batch_start(self, batch, batch_idx):
-            self.calls.append(batch_idx)
-
-    with trainer_of(Plain, {"batch_size": 80}) as trainer:
+    with trainer_of(Epochs, {"batch_size": 80}) as trainer:
         for steps in (2, 2, 2):
             trainer.train(num_steps=steps)
         calls = trainer.get_local_operator().module.calls
     assert calls == [("start", 0), 0, 1, 2, ("end", 0), ("start", 1), 0, 1, 2, ("end", 1)]
-
-
-def test_a_plateau_scheduler_needs_its_value_in_each_epoch():
-    with trainer_of(Plateau) as trainer:
-        trainer.train()
-        with pytest.raises(ConfigError, match=r"ReduceLROnPlateau needs 'val_loss'.*validate"):
-            trainer.train()
 
 
 # -- state -------------------------------------------------------------------------------------------------
@@ -335,18 +220,6 @@ def test_numbers_in_a_steps_dictionary_are_reported():
     with torch.no_grad():
         assert validated["val_acc"] == pytest.approx((model.net(x).argmax(1) == y).float().mean().item(), abs=1e-6)
         assert validated["val_loss"] == pytest.approx(nn.functional.cross_entropy(model.net(x), y).item(), rel=1e-5)
-
-
-def test_a_schedule_can_monitor_a_value_of_a_steps_dictionary():
-    class Falls(ByDictionary):
-        configure_optimizers = Plateau.configure_optimizers
-
-    with trainer_of(Falls) as trainer:
-        for _ in range(3):
-            trainer.train()
-            trainer.validate()
-        (optimizer,) = trainer.get_local_operator().optimizers
-    assert optimizer.param_groups[0]["lr"] < 0.1
 
 
 def test_raysgds_names_for_the_parts():

@@ -9,8 +9,11 @@ lightning = pytest.importorskip("lightning", reason="needs Lightning: pip instal
 
 from raysgd import TorchTrainer, TrainingOperator, TrainingOptions  # noqa: E402
 from raysgd.errors import ConfigError  # noqa: E402
+from raysgd.torch.lightning.module import UNSUPPORTED  # noqa: E402
 from tests.replicas import operator_alone  # noqa: E402
-from tests.torch.lightning.modules import Net, Plateau, rows  # noqa: E402
+from tests.torch.lightning.modules import Net, rows  # noqa: E402
+
+INSTEAD = "use Lightning's own Trainer in a training function"
 
 
 def trainer_of(module_cls):
@@ -32,30 +35,51 @@ def test_data_modules_and_several_loaders():
     loader = DataLoader(rows(8, 0))
     with pytest.raises(ConfigError, match="train_dataloader is a LightningDataModule"):
         TrainingOperator.from_ptl(Net, lightning.LightningDataModule())
-    with pytest.raises(ConfigError, match="val_dataloader gives 2 loaders"):
+    with pytest.raises(ConfigError, match=f"val_dataloader is a list, and from_ptl takes one loader: {INSTEAD}"):
         TrainingOperator.from_ptl(Net, loader, [loader, loader])
 
 
-def plateau_by_step(self):
-    answer = Plateau.configure_optimizers(self)
-    by_step = {"scheduler": answer["lr_scheduler"], "interval": "step", "monitor": "val_loss"}
-    return {**answer, "lr_scheduler": by_step}
+def plateau(self):
+    optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_loss"}
+
+
+def two_optimizers(self):
+    return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
 
 
 @pytest.mark.parametrize(
-    ("hook", "function", "message"),
+    ("members", "message"),
     [
-        ("on_train_end", lambda self: None, "overrides on_train_end"),
-        ("configure_callbacks", lambda self: [], "overrides configure_callbacks"),
-        ("training_step", lightning.LightningModule.training_step, "has no training_step"),
-        ("training_step", lambda self, dataloader_iter: None, "dataloader_iter"),
-        ("configure_optimizers", lambda self: None, "configure_optimizers returned None"),
-        ("configure_optimizers", plateau_by_step, "interval='step' is not supported"),
-        ("configure_optimizers", lambda self: self.trainer.max_epochs, "trainer.max_epochs does not exist"),
+        *(
+            (dict.fromkeys([hook]), rf"Refused has {hook}, which from_ptl does not support: {INSTEAD}")
+            for hook in UNSUPPORTED
+        ),
+        ({"backward": None, "optimizer_step": None}, "Refused has backward, optimizer_step, which"),
+        (
+            {"training_step": lambda self, dataloader_iter: None},
+            rf"has training_step\(dataloader_iter\), .*: {INSTEAD}",
+        ),
+        ({"automatic_optimization": False}, rf"Refused has automatic_optimization = False, .*: {INSTEAD}"),
+        ({"training_step": lightning.LightningModule.training_step}, "has no training_step"),
+        ({"configure_optimizers": lambda self: None}, "configure_optimizers returned None"),
+        (
+            {"configure_optimizers": two_optimizers},
+            rf"(?s)configure_optimizers returned .*SGD.* does not support .*: {INSTEAD}",
+        ),
+        ({"configure_optimizers": plateau}, rf"has ReduceLROnPlateau, .*: {INSTEAD}"),
+        ({"configure_optimizers": lambda self: torch.optim.LBFGS(self.parameters())}, rf"has LBFGS, .*: {INSTEAD}"),
+        (
+            {"configure_optimizers": lambda self: self.trainer.max_epochs},
+            rf"trainer.max_epochs does not exist, .*{INSTEAD}",
+        ),
+        ({"configure_optimizers": lambda self: self.optimizers()}, rf"trainer.strategy does not exist, .*{INSTEAD}"),
     ],
 )
-def test_refused_at_the_start(hook, function, message):
-    module_cls = type("Refused", (Net,), {hook: function})
+def test_refused_at_the_start(members, message):
+    own = {name: (lambda self, *_: None) if member is None else member for name, member in members.items()}
+    module_cls = type("Refused", (Net,), own)
     with pytest.raises((ConfigError, AttributeError), match=message):
         trainer_of(module_cls)
 
@@ -68,10 +92,20 @@ def stop(self):
     ("hook", "function", "message"),
     [
         ("training_step", lambda self, batch: {"other": 1}, "must return the loss"),
+        (
+            "training_step",
+            lambda self, batch: None,
+            rf"must return the loss, .* got None. To leave out a batch, {INSTEAD}",
+        ),
         ("training_step", lambda self, batch: self.log("a", torch.ones(2)), "a tensor of shape"),
-        ("training_step", lambda self, batch: self.log("a", 1, reduce_fx="max"), "reduce_fx='max'"),
-        ("optimizer_step", lambda self, *args: None, "did not call its closure"),
-        ("on_train_epoch_start", stop, "should_stop is not supported"),
+        (
+            "training_step",
+            lambda self, batch: self.log("a", nn.Identity()),
+            rf"got Identity\(\). For metric objects, {INSTEAD}",
+        ),
+        ("training_step", lambda self, batch: self.log("a", 1, reduce_fx="max"), rf"reduce_fx='max'.*{INSTEAD}"),
+        ("on_train_batch_start", lambda self, *_: -1, rf"on_train_batch_start has returned -1, .*: {INSTEAD}"),
+        ("on_train_epoch_start", stop, rf"should_stop is not supported, .* {INSTEAD}"),
     ],
 )
 def test_refused_while_training(hook, function, message):
@@ -97,9 +131,3 @@ def test_validation_needs_its_step():
 def test_refused_keywords(options, message):
     with pytest.raises(ConfigError, match=message):
         operator_alone(TrainingOperator.from_ptl(Net), options=TrainingOptions(**options))
-
-
-def test_manual_optimization():
-    by_hand = type("ByHand", (Net,), {"automatic_optimization": False})
-    with pytest.raises(ConfigError, match=r"ByHand.automatic_optimization is False.*use Lightning's Trainer"):
-        trainer_of(by_hand)

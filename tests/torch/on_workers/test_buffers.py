@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import AutoCheckpoint, TorchTrainer, TrainingOptions
-from raysgd.callbacks import EMA
 from raysgd.torch import TrainingOperator
 from tests.peek import models_of
 
@@ -76,8 +75,7 @@ def saved(path: Path) -> list[nn.Module]:
     """Return the evaluated models of a file."""
     state, made = torch.load(path, weights_only=True), models()
     for number, model in enumerate(made):
-        averages = state["averages"][number] if "averages" in state else {}
-        model.load_state_dict({**state["models"][number], **averages})
+        model.load_state_dict(state["models"][number])
     return made
 
 
@@ -85,7 +83,7 @@ def saved(path: Path) -> list[nn.Module]:
     ("workers", "settings"),
     [
         pytest.param(2, {}, id="two"),
-        pytest.param(3, {"callbacks": [EMA(0.9)]}, id="three, averaged", marks=pytest.mark.more),
+        pytest.param(3, {}, id="three", marks=pytest.mark.more),
         pytest.param(2, {"options": TrainingOptions(parallel="fsdp")}, id="sharded", marks=pytest.mark.more),
         pytest.param(2, {"backend": "horovod"}, id="Horovod", marks=[pytest.mark.horovod, pytest.mark.more]),
     ],
@@ -95,21 +93,18 @@ def test_an_evaluation_is_that_of_the_model_that_is_saved(
 ) -> None:
     automatic = AutoCheckpoint(path=tmp_path, best="val_loss", keep=None)
     arguments: dict[str, Any] = {"num_workers": workers, "use_gpu": False, "checkpoints": automatic, **settings}
-    averaged = {"averaged": True} if "callbacks" in settings else {}
     with TorchTrainer(training_operator_cls=Normalized, **arguments) as trainer:
         for _ in trainer.epochs(2):
             trainer.train()
             assert differ(trainer) == 0
-            assert trainer.validate()["val_loss"] == pytest.approx(
-                loss(outputs(trainer.get_model(**averaged))), abs=1e-6
-            )
+            assert trainer.validate()["val_loss"] == pytest.approx(loss(outputs(trainer.get_model())), abs=1e-6)
             assert differ(trainer) == 0
         trainer.apply_all_operators(disturb)
-        expected = outputs(trainer.get_model(**averaged))
+        expected = outputs(trainer.get_model())
         torch.testing.assert_close(trainer.predict(TensorDataset(data()[0])), expected, atol=1e-6, rtol=0)
         assert differ(trainer) == 0
         trainer.apply_all_operators(disturb)
-        assert trainer.test()["test_loss"] == pytest.approx(loss(outputs(trainer.get_model(**averaged))), abs=1e-6)
+        assert trainer.test()["test_loss"] == pytest.approx(loss(outputs(trainer.get_model())), abs=1e-6)
         assert differ(trainer) == 0
     files = sorted(tmp_path.glob("*.pt"))
     scores = [json.loads(path.with_suffix(".json").read_text())["score"] for path in files]

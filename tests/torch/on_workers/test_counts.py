@@ -51,9 +51,10 @@ class Late(Default):
 def test_default_methods_of_which_one_begins_to_count_later(parallel: Any, accumulate: int) -> None:
     options = TrainingOptions(parallel=parallel, accumulate=accumulate)
     with two(Late, options, scheduler_step_freq="epoch") as trainer:
+        trainer.load_state_dict(trainer.state_dict())
         result = trainer.train()
         found = weights(trainer)
-        assert [each.batches_redone for each in trainer.recoveries] == [0] * (accumulate == 1)
+        assert [each.batches_redone for each in trainer.recoveries] == [0] * (parallel == "ddp" and accumulate == 1)
     assert result["num_samples"] == ROWS
     theirs, _ = by_hand(ROWS, 2 * accumulate * BATCH, full=14)
     torch.testing.assert_close(found, theirs, rtol=1e-12, atol=1e-12)

@@ -74,6 +74,7 @@ def test_unequal_shares_of_sharded_models(direct: bool) -> None:
     options = TrainingOptions(parallel="fsdp", **({} if direct else {"clip_norm": 0.1, "accumulate": 2}))
     kind = Direct if direct else Curve
     with two(kind, options=options, scheduler_step_freq="epoch") as trainer:
+        trainer.load_state_dict(trainer.state_dict())
         trainer.train()
         found = weights(trainer)
     check(found, kind, 2 * BATCH if direct else 4 * BATCH, "epoch", clip_norm=None if direct else 0.1)

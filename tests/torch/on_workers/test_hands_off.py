@@ -11,7 +11,7 @@ from raysgd import TorchTrainer, TrainingOptions
 from tests.local.test_hands_off import Own
 from tests.recorded import touched
 
-# What shards a model, and undoes that when the workers change, is FSDP's.
+# What shards a model is FSDP's.
 FSDP = {"__class__", "__dict__"}
 
 
@@ -32,6 +32,7 @@ def test_wrapped_models(given: dict[str, Any], allowed: set[str], ray_cluster: N
     with TorchTrainer(
         training_operator_cls=Own, num_workers=2, use_gpu=False, scheduler_step_freq="batch", **given
     ) as trainer:
+        trainer.load_state_dict(trainer.state_dict())
         trainer.train()
         trainer.validate()
         trainer.resize(1)

@@ -58,6 +58,7 @@ def test_it_goes_with_its_part_and_is_lost_with_its_only_worker(tmp_path: Path) 
 @pytest.mark.more
 def test_it_is_in_sharded_checkpoints(tmp_path: Path) -> None:
     with trainer(tmp_path / "mark", parallel="fsdp") as run:
+        run.load_state_dict(run.state_dict())
         run.train(num_steps=3)
         run.save(tmp_path / "half")
         for _ in range(2):

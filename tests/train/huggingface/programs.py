@@ -14,9 +14,11 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Sampler, WeightedRandomSampler, default_collate
 from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import ExportableState
 
 from raysgd.train.huggingface.transformers import prepare_trainer
+from tests.train.events import points_of
 from tests.train.huggingface.small import Tokens, arguments, entropy, make_model
 
 EVENTS = [
@@ -518,7 +520,7 @@ class Program:
         own = [kind(draw) for kind in self.callbacks]
         if self.patience:
             own.append(EarlyStoppingCallback(self.patience))
-        own += [kind() for kind in self.library] + [Places(place)]
+        own += [kind() for kind in self.library] + [Places(place), TensorBoardCallback()]
         draw.shuffle(own)
         for each in own:
             trainer.add_callback(each)
@@ -549,6 +551,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
         "optimizer": inner.state_dict(),
         "scheduler": {name: value for name, value in trainer.lr_scheduler.state_dict().items() if "lambda" not in name},
         "history": rows,
+        "points": [each for each in points_of(folder) if not each[1].replace("/", "_").endswith(TIMES)],
         "state": {
             name: getattr(trainer.state, name) for name in ("epoch", "global_step", "best_metric", "best_global_step")
         },

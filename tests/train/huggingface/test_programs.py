@@ -70,7 +70,7 @@ def check(rank: FunctionRank, number: int, folder: Path) -> list[str] | str:
     return [f"{each} after {stops.places}" for each in differences(undisturbed, found)]
 
 
-@pytest.mark.parametrize("number", range(300 if NIGHTLY else 30))
+@pytest.mark.parametrize("number", range(300 if NIGHTLY else 15))
 def test_a_random_program(rank: FunctionRank, tmp_path: Path, number: int) -> None:
     found = check(rank, number, tmp_path)
     assert found == [] or "outside of optimizer.step()" in found

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 import torchmetrics
 from lightning.pytorch import callbacks as given
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from raysgd import train
 from raysgd.train.lightning import RayDDPStrategy, RayLightningEnvironment, RayTrainReportCallback, prepare_trainer
 from tests.faults import once
+from tests.train.events import points_of
 from tests.train.lightning.fits import QUIET, Data, Points
 
 
@@ -373,7 +374,7 @@ def fit(program: dict[str, Any], folder: Path, place: Callable[[], None]) -> dic
         accelerator="cpu",
         devices=1,
         callbacks=callbacks,
-        **{**settings, "logger": CSVLogger(folder / "logs")},
+        **{**settings, "logger": [CSVLogger(folder / "logs"), TensorBoardLogger(folder / "events")]},
     )
     trainer = prepare_trainer(trainer, commit_every=program["every"])
     loader: DataLoader[Any] = DataLoader(Points(program["size"]), batch_size=4, shuffle=True)
@@ -402,7 +403,9 @@ def result_of(trainer: Any, module: Any, counting: Any, folder: Path) -> dict[st
     if train.world_size() > 1:
         torch.distributed.barrier()
     own = ("Timer",)
-    files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    files = sorted(
+        path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and "events" not in path.parts
+    )
     rows = [numbers_of(path) for path in sorted(folder.glob("logs/**/metrics.csv"))]
     found = {
         "weights": dict(module.state_dict()),
@@ -426,6 +429,7 @@ def result_of(trainer: Any, module: Any, counting: Any, folder: Path) -> dict[st
         "mean": counting.mean,
         "metrics": {name: value for name, value in trainer.callback_metrics.items()},
         "rows": rows,
+        "points": points_of(folder / "events"),
         "files": [str(path) for path in files],
         "steps": trainer.global_step,
         "saved": {

@@ -13,16 +13,14 @@ import torch
 pytest.importorskip("lightning")
 
 import lightning.pytorch as pl
-from lightning.pytorch.plugins import MixedPrecision
-from torch.utils.data import DataLoader
+from lightning.pytorch.loggers import Logger
 
 from raysgd.core.control import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.elastic_state import Commit
-from raysgd.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
 from raysgd.train.session_functions import Attempt, Codec, Session, Stopped, running
-from tests.train.lightning.fits import QUIET, Points, Recorded, assert_equal, fit
+from tests.train.lightning.fits import assert_equal, fit
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -146,15 +144,24 @@ def test_sigterm_stays_raysgds(tmp_path: Path) -> None:
     assert found == [on_notice] * 3
 
 
-@pytest.mark.parametrize(
-    ("precision", "workers", "lines"), [("16-mixed", 2, 1), ("16-mixed", 1, 0), ("bf16-mixed", 2, 0)]
-)
-def test_fp16_while_workers_are_missing(
-    caplog: pytest.LogCaptureFixture, precision: Any, workers: int, lines: int
-) -> None:
-    plugins = [RayLightningEnvironment(), MixedPrecision(precision, "cpu")]
-    given = {"plugins": plugins, "accelerator": "cpu", "devices": 1, "max_epochs": 1, "limit_train_batches": 1}
-    with running(Recording(Commit(), [], workers=workers)):
-        trainer = prepare_trainer(pl.Trainer(strategy=RayDDPStrategy(), **{**QUIET, **given}))
-        trainer.fit(Recorded(), DataLoader(Points(8), batch_size=4))
-    assert caplog.text.count(f"with 16-mixed precision and 1 of {workers} workers") == lines
+class Listing(Logger):
+    """A logger of one's own, which all attempts share."""
+
+    name, version = "own", 0
+
+    def __init__(self) -> None:
+        self.points: list[tuple[str, int | None]] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.points += [(each, step) for each in metrics if each != "epoch"]
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+
+def test_a_logger_of_ones_own_has_each_point_once_and_logs_at_once_after_the_fit(tmp_path: Path) -> None:
+    logger = Listing()
+    given = {"trainer": {"logger": logger}, "faults": [(0, 5, "forward"), (0, 12, "validation")]}
+    assert attempts({**given, "marks": str(tmp_path)})["attempts"] == 3
+    assert [each for each in logger.points if each[0] == "train_loss"] == [("train_loss", 11), ("train_loss", 23)]
+    logger.log_metrics({"final": 1.0}, 24)
+    assert logger.points[-1] == ("final", 24)

@@ -59,6 +59,6 @@ def differences(seed: int, folder: Path) -> list[str]:
     return [name for name, value in undisturbed.items() if found[name] != value]
 
 
-@pytest.mark.parametrize("seed", range(300 if NIGHTLY else 30))
+@pytest.mark.parametrize("seed", range(300 if NIGHTLY else 15))
 def test_a_program_that_is_stopped_ends_as_one_that_is_not(seed: int, tmp_path: Path) -> None:
     assert differences(seed, tmp_path) == []

@@ -13,9 +13,11 @@ pytest.importorskip("lightning")
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, WeightedRandomSampler
+from torchmetrics.classification import BinaryAUROC
 
 from raysgd import ConfigError
 from raysgd.train.lightning import (
@@ -109,7 +111,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("found", REFUSED)
-def test_a_fit_that_cannot_continue(found: str) -> None:
+def test_a_fit_that_cannot_continue(found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # OnExceptionCheckpoint writes a file
     make, load = REFUSED[found]
     trainer = prepare_trainer(trainer_of())
     with pytest.raises(ConfigError, match=f"cannot continue.*{found}.*elastic=False"):
@@ -129,6 +132,31 @@ LOADERS: dict[str, Callable[[], Any]] = {
 def test_a_train_loader_that_cannot_continue(kind: str) -> None:
     with pytest.raises(ConfigError, match=r"this train loader|several train loaders"):
         prepare_trainer(trainer_of()).fit(Recorded(), LOADERS[kind]())
+
+
+def test_fp16_whose_steps_would_overflow_elsewhere() -> None:
+    plugins = [RayLightningEnvironment(), MixedPrecision("16-mixed", "cpu")]
+    with pytest.raises(ConfigError, match=r"16-mixed.*bf16-mixed"):
+        prepare_trainer(trainer_of(plugins=plugins)).fit(Recorded(), points())
+
+
+@pytest.mark.parametrize(("thresholds", "is_refused"), [(None, True), (20, False)])
+def test_a_metric_that_gathers_samples(thresholds: int | None, is_refused: bool) -> None:
+    class Ranked(Recorded):
+        def __init__(self) -> None:
+            super().__init__()
+            self.auroc = BinaryAUROC(thresholds=thresholds)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.auroc.update(torch.sigmoid(batch[2]), batch[0] % 2)
+            return super().training_step(batch, batch_idx)
+
+    trainer = prepare_trainer(trainer_of(limit_train_batches=2))
+    if not is_refused:
+        trainer.fit(Ranked(), points())
+        return
+    with pytest.raises(ConfigError, match=r"auroc, BinaryAUROC, in training_step.*validation.*thresholds"):
+        trainer.fit(Ranked(), points())
 
 
 def test_a_validation_by_the_clock() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from raysgd.core.metrics import Measured, merge_call
-from raysgd.core.outcomes import Failed, Interrupted, Left, Ok, Outcome
+from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.ranks import RankInfo
-from raysgd.engine.call import collect_results_left
+from raysgd.engine.takeover import results_left
+from raysgd.workers.orphan import Left
 
 
 def measured(batches: int, samples: int, loss: float, *, ended: bool = False) -> Outcome:
@@ -24,7 +25,7 @@ def test_parts_that_ranks_have_trained_together_are_one() -> None:
         left(1, (3, measured(2, 4, 4.0)), (3, measured(1, 2, 2.0)), (4, measured(5, 10, 1.0, ended=True))),
         left(2, (4, measured(5, 10, 1.0))),
     ]
-    parts = collect_results_left(ranks, call=7)
+    parts = results_left(ranks, call=7)
     assert [(part.generation, len(part.outcomes)) for part in parts] == [(3, 2), (3, 2), (4, 3)]
     result = merge_call([part.values for part in parts])
     assert result == {"batch_count": 8, "num_samples": 42, "loss": (8 * 6.0 + 4 * 2.0 + 30 * 1.0) / 42}
@@ -32,5 +33,5 @@ def test_parts_that_ranks_have_trained_together_are_one() -> None:
 
 def test_other_calls_and_errors_do_not_count() -> None:
     error = Failed(ValueError("the user's"))
-    parts = collect_results_left([left(0, (3, measured(2, 4, 8.0)), call=6), left(1, (3, error))], call=7)
+    parts = results_left([left(0, (3, measured(2, 4, 8.0)), call=6), left(1, (3, error))], call=7)
     assert [part.values for part in parts] == [[]]

@@ -1,0 +1,77 @@
+"""Points that a Trainer logs are each passed on once, wherever an attempt ends."""
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+
+from raysgd.train.points import Points
+
+STEPS, AFTERWARDS = 4, 2
+
+
+class Stop(BaseException):
+    pass
+
+
+class Program:
+    """Logs a point before each commit and two after the last one. An attempt stops at the places with these numbers, of all attempts."""
+
+    def __init__(self, stops: tuple[int, ...]) -> None:
+        self.stops, self.place = stops, 0
+        self.kept: Any = None  # the last commit: the number of the step, and its points
+        self.logged: list[int] = []
+
+    def may_stop(self) -> None:
+        self.place += 1
+        if self.place in self.stops:
+            raise Stop
+
+    def attempt(self) -> None:
+        points = Points(self.logged.append)
+        points.add(-1)  # as hyperparameters, which each attempt logs before its first step
+        first = 0
+        if self.kept is not None:
+            first, committed = self.kept
+            points.resume(committed)
+        for step in range(first, STEPS):
+            if step > first or self.kept is None:
+                points.begin_commit()
+                self.may_stop()
+                self.kept = step, points.committed
+                self.may_stop()
+                points.end_commit()
+            self.may_stop()
+            points.add(step)
+            self.may_stop()
+        for number in range(AFTERWARDS):
+            points.add(STEPS + number)
+            points.end()
+            self.may_stop()
+
+
+@pytest.mark.parametrize("stops", [0, 1, 2, 3])
+def test_each_point_is_passed_on_once(stops: int) -> None:
+    undisturbed = Program(())
+    undisturbed.attempt()
+    assert undisturbed.logged == [*range(-1, STEPS + AFTERWARDS)]
+    for places in itertools.combinations(range(1, undisturbed.place + 4), stops):
+        program = Program(places)
+        for _ in range(stops + 1):
+            try:
+                program.attempt()
+                break
+            except Stop:
+                continue
+        assert program.logged == undisturbed.logged, places
+
+
+def test_a_new_process_passes_on_what_a_commit_has() -> None:
+    """It gets a copy of the commit."""
+    points = Points([].append)
+    points.add(1)
+    points.begin_commit()
+    found: list[int] = []
+    Points(found.append).resume(copy.deepcopy(points.committed))
+    assert found == [1]
