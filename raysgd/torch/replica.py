@@ -82,7 +82,6 @@ class TorchReplica(ReplicaBase):
         )
         self._memory = HostMemory(operator.device)
         internals.parts.control = control
-        self.position.made_for = settings.num_workers, internals.planned_steps
         self.saved_rows: dict[str, list[Any]] = {}  # the part `rows` of the newest state that was loaded
         # Of this script, and of the one whose state this is.
         self._made_with = self._loaded_settings = made_with(internals.parts)

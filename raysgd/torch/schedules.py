@@ -1,5 +1,5 @@
-"""Learning-rate schedules: how many steps they have made, how many they have, and when the default
-loop steps one. Worker."""
+"""Learning-rate schedules: when the default loop steps one, and whether its length is that of the
+run. Worker."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from raysgd.constants import (
     SCHEDULER_STEP_STEP,
     STEPPED_BY_TRAINER,
 )
+from raysgd.core.batch_mode import PER_WORKER
 from raysgd.core.sampling_plan import optimizer_steps
 from raysgd.errors import ConfigError, counted
 from raysgd.torch.foreign import milestones_of, nested_schedulers, steps_of
@@ -23,11 +24,6 @@ from raysgd.torch.settings import TorchSettings
 from raysgd.torch.stepping import Stepping
 from raysgd.training.operator_base import Schedule
 
-ENDED = (
-    "%s has made the %d steps for which it was planned, and this call ends with step %d. Training continues with its last learning "
-    "rate. There are more steps than planned if fewer workers train and each keeps its batch (batch_mode is 'per_worker'), or if the "
-    "run is resumed with more epochs or another num_workers. To plan again, start a new run in another folder"
-)
 OTHER_LENGTH = (
     "%s ends with its step %d, and makes %d until the end of this %s: %s. Make it for the epochs that are trained%s. Ignore this if you "
     "want another length"
@@ -38,6 +34,7 @@ STEPPED_BESIDE = (
     "scheduler_step_freq='manual'. Ignore this if you want both"
 )
 COUNTED_BY_LOADER = "; len(loader) in setup has the batches of all workers"
+MISSING = "; fewer workers than num_workers make more steps, as batch_mode is 'per_worker'"
 # Where a schedule has its length, and what comes after that, if it is not the last rate.
 LENGTHS = {
     OneCycleLR: ("total_steps", "it raises an error then"),
@@ -59,16 +56,6 @@ def step_in_order(scheduler: Any) -> None:
         scheduler.step()
 
 
-def length_of(scheduler: Any, *, saved: int | None, planned: int | None) -> int | None:
-    """How many steps a scheduler has, if it is known: its own `total_steps`, or what
-    `total_steps()` returned in the run that made it, `saved`. A loaded LambdaLR has the functions
-    of the running script, and so its length, `planned`."""
-    own = getattr(scheduler, "total_steps", None)
-    if isinstance(own, int):
-        return own
-    return planned if saved is None or isinstance(scheduler, LambdaLR) else saved
-
-
 def compare_with_run(operator: Scheduling, scheduler: Any) -> None:
     """Warn if a schedule that begins has another length than the running loop, or if one ends in
     the call that begins."""
@@ -79,14 +66,14 @@ def compare_with_run(operator: Scheduling, scheduler: Any) -> None:
     (length, end), epochs = known, 0 if made else operator._internals.epochs or 0
     by_user = operator.scheduler_step_freq == SCHEDULER_STEP_MANUAL
     by_epoch = operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
-    here = _steps_in(operator, epochs or 1, workers := operator._settings.num_workers)
+    here = _steps_in(operator, epochs or 1, workers := _workers_now(operator))
     if here is None or (by_user and length != planned):
         return
     total, most = made + here, max(length, planned or 0)
     by_loader = length == _steps_in(operator, epochs, 1) != total
-    if end and total > most and (epochs or _goes_on(operator, most)):
+    if end and total > most and (epochs or _goes_on(operator, most, workers)):
         consequence = end
-    elif by_epoch and not made and epochs <= 1 < (operator._steps_by_now(workers) or 0) and length == planned:
+    elif by_epoch and not made and epochs <= 1 < _optimizer_steps(operator, workers) and length == planned:
         consequence = "it makes one in each epoch, and total_steps() has counted those of the optimizer"
     elif total < length and (epochs > 1 or by_loader):
         consequence = "training ends before the schedule, with another learning rate than its last one"
@@ -95,15 +82,28 @@ def compare_with_run(operator: Scheduling, scheduler: Any) -> None:
     until = f"loop over {counted(epochs, 'epoch')}" if epochs else "call of train()"
     until += f" with num_steps={operator._internals.num_steps}" * bool(operator._internals.num_steps)
     how = f", with self.total_steps(epochs={epochs or '...'})"
-    how = "" if by_epoch else how + COUNTED_BY_LOADER * by_loader
+    missing = workers < operator._settings.num_workers
+    how = "" if by_epoch else how + COUNTED_BY_LOADER * by_loader + MISSING * (missing and not by_loader)
     operator._internals.warn_once(OTHER_LENGTH, type(scheduler).__name__, length, total, until, consequence, how)
 
 
-def _goes_on(operator: Scheduling, most: int) -> bool:
-    """Whether the epoch that begins needs more steps than these also with all workers. Otherwise a
-    schedule keeps its last rate."""
+def _workers_now(operator: Scheduling) -> int:
+    """How many workers a step needs: while some are missing, only per worker fewer."""
+    internals = operator._internals
+    return internals.rank_info.world_size if internals.keep_batch.mode == PER_WORKER else operator._settings.num_workers
+
+
+def _optimizer_steps(operator: Scheduling, workers: int) -> int:
+    """Count the optimizer's steps in an epoch, 0 if not known."""
+    batches = None if operator._parts.train_loader is None else operator._batches_per_epoch(workers)
+    window = operator._batches_per_step
+    return optimizer_steps(1, batches=batches, num_steps=None, window=window) if batches is not None else 0
+
+
+def _goes_on(operator: Scheduling, most: int, workers: int) -> bool:
+    """Whether the epoch that begins needs more steps than these."""
     position, num_steps = operator._internals.feed.position, operator._internals.num_steps
-    needed = _steps_in(operator, position.call_epoch, operator._settings.num_workers) or 0
+    needed = _steps_in(operator, position.call_epoch, workers) or 0
     return num_steps is not None or (position.ended and needed > most)
 
 
@@ -185,8 +185,7 @@ class LoopSchedule(Schedule):
         operator = self._operator
         waits = operator.scheduler_step_freq == SCHEDULER_STEP_STEP and not operator._internals.feed.step.closing
         for each in () if self._per_epoch or waits else self._schedulers:
-            if not operator._keeps_rate(each):
-                step_in_order(each)
+            step_in_order(each)
 
 
 class Scheduling(Stepping):
@@ -217,28 +216,3 @@ class Scheduling(Stepping):
         for each in schedulers:
             compare_with_run(self, each)
         return schedule
-
-    def _keeps_rate(self, scheduler: Any) -> bool:
-        """Whether a schedule has made its steps, although those with whom it was planned would not
-        need more until the end of this epoch. It keeps its last rate then."""
-        position, made, planned = self._internals.feed.position, steps_of(scheduler), self._internals.planned_steps
-        workers, saved = position.made_for or (self._settings.num_workers, None)
-        length = length_of(scheduler, saved=saved, planned=planned)
-        if length is None or made is None or made < length:
-            return False
-        needed = self._steps_by_now(workers)
-        if needed is None or needed > max(length, planned or 0):
-            return False
-        batches = 1 if self.scheduler_step_freq == SCHEDULER_STEP_BATCH else self._batches_per_step
-        left = -(-(position.call_expected - position.call_batches) // batches)
-        self._internals.warn_once(ENDED, type(scheduler).__name__, length, made + left)
-        return True
-
-    def _steps_by_now(self, workers: int) -> int | None:
-        """Count these workers' optimizer steps up to the end of this epoch, None if not known."""
-        batches = None if self._parts.train_loader is None else self._batches_per_epoch(workers)
-        if batches is None:
-            return None
-        return optimizer_steps(
-            self._internals.last_epoch, batches=batches, num_steps=None, window=self._batches_per_step
-        )

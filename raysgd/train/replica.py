@@ -8,6 +8,7 @@ import logging
 import operator
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -40,6 +41,7 @@ FROM_THE_BEGINNING = (
 )
 STOP_SIGNAL = signal.SIGUSR2
 SIGNAL_INTERVAL_S = 0.05
+WAITS_IN_RAY = re.compile(r"ray\.(?!cloudpickle)")  # modules whose code calls Ray's core, which cloudpickle does not
 DATA_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 
 
@@ -188,7 +190,7 @@ class FunctionReplica:
             return Interrupted(None, "the function was stopped", self.progress, asked=stop.asked)
         except DataLoaderFailure as failure:
             return failure.interrupted("the function's data loader", None, self.progress)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # Lightning ends its process after what it takes for Ctrl-C
             if not self._control.interrupted:
                 raise
             return Interrupted(None, "the function was stopped in a call of Ray", self.progress)
@@ -258,7 +260,7 @@ class FunctionReplica:
         """Raise an exception in the main thread, unless code there must be finished."""
         if self._stoppable and self._control.interrupted and not _must_finish(frame):
             self._stoppable = False
-            if frame is not None and str(frame.f_globals.get("__name__", "")).startswith("ray."):
+            if frame is not None and WAITS_IN_RAY.match(str(frame.f_globals.get("__name__", ""))):
                 raise KeyboardInterrupt  # `ray.get` ignores all other exceptions, and keeps waiting
             raise Stopped(asked=False)
 

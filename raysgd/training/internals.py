@@ -39,7 +39,6 @@ class Internals:
     testing       whether `validate` runs for a test
     epochs, num_steps  how many epochs the running loop over epochs has, and how many batches each
                        of its calls of `train`; None without such a loop, or number
-    last_epoch    the epoch with which the running call of `train` ends
 
     Only the metrics have two writers: both begin with an empty `meter`.
     """
@@ -62,7 +61,6 @@ class Internals:
         self.ranks_read: set[str] = set()
         self.epochs: int | None = None
         self.num_steps: int | None = None
-        self.last_epoch = 0
         self._explained: set[str] = set()  # warnings that were logged
         self.use(Policies())
         self.begin_metrics()

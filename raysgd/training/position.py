@@ -80,8 +80,6 @@ class Position:
     left_out       batches in a row up to now whose step was left out (`LeaveOut`)
     contract       what prevents that the batch is divided into parts, and an advice (`Violation`,
                    as a tuple), or empty texts; None before the first step
-    made_for       for how many workers the schedules were made, and for how many steps, if
-                   `total_steps()` has counted them
     call           the number of the current call, or of the last one. The following belong to it:
     call_batches   batches committed
     call_expected  batches that the call will have, if that is known
@@ -110,7 +108,6 @@ class Position:
     call_epoch: int = 0
     left_out: int = 0
     contract: Any = None
-    made_for: Any = None
     epoch_batches: int = 0
     parked: list[Any] | None = None
 
@@ -140,7 +137,6 @@ class Position:
         for each in fields(self):
             setattr(self, each.name, values.get(each.name, each.default))
         self.contract = None if self.contract is None else tuple(self.contract)  # JSON makes a list of it
-        self.made_for = None if self.made_for is None else tuple(self.made_for)
 
     def commit(self, step: Step) -> None:
         """Count what a step has trained. From now on its batches are never drawn again."""

@@ -162,7 +162,7 @@ class ReplicaBase(ABC):
         if asks is not None and not getattr(source, "resumable", True):
             raise ConfigError(NOT_RESUMABLE)
         asking = None if asks is None else Asking(self, **asks)
-        internals.epochs, internals.num_steps, internals.last_epoch = epochs, num_steps, position.call_epoch
+        internals.epochs, internals.num_steps = epochs, num_steps
         operator.global_step = position.step
         if new and begins and num_steps is None:
             self._warn_of_rest(source)

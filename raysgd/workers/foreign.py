@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 import math
+import os
 import re
 import subprocess
 import sys
@@ -56,7 +57,7 @@ def probe_gcs(address: str, limit_s: float) -> str:
     """Ask a GCS: "ok" if one answers there, "others" if it does and has nodes on other machines
     too, "token" if it refuses this process's token, "no node" if none of its nodes is on this
     machine, and otherwise what happened."""
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [sys.executable, "-c", PROBE, address], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
         )
@@ -64,8 +65,9 @@ def probe_gcs(address: str, limit_s: float) -> str:
             until = time.monotonic() + limit_s
             while True:
                 ended = process.poll() is not None
-                output.seek(0)
-                text = output.read()
+                text = os.pread(output.fileno(), 1 << 20, 0).decode(
+                    errors="replace"
+                )  # the process has the same position
                 if found := PROBED.search(text):
                     return found["end"] or ("token" if found["token"] else "it does not answer")
                 if ended:

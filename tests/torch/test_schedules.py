@@ -1,9 +1,6 @@
-"""Schedules that have too few steps, and who steps them.
+"""Schedules that have too few steps, which is said before they end, and who steps them."""
 
-One that the trainer steps and that is too short only because fewer workers trained, or a resumed run has more epochs, keeps its
-last learning rate. Others raise their error.
-"""
-
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from raysgd import ConfigError, ElasticConfig, TrainingOptions
+from raysgd import ConfigError, ElasticConfig
 from tests.replicas import OperatorRank, torch_rank
 from tests.torch.small import Line, inline, operator_of
 
@@ -43,10 +40,6 @@ def in_sequence(optimizer: Any, steps: int) -> Any:
 def from_a_table(optimizer: Any, steps: int) -> Any:
     table = [1.0 / (step + 1) for step in range(steps + 1)]
     return LambdaLR(optimizer, lambda step: table[step])
-
-
-def with_a_mistake(optimizer: Any, steps: int) -> Any:
-    return LambdaLR(optimizer, lambda step: 1.0 / (3 - step))
 
 
 class Planned(Line):
@@ -79,89 +72,22 @@ def trained(rank: OperatorRank, calls: range) -> OperatorRank:
 
 
 PER_WORKER = ElasticConfig(batch="per_worker", snapshot_every=None)  # so fewer workers make more steps
-COUNTED: dict[str, Any] = {"steps": EPOCHS * STEPS}  # by hand: the trainer does not know that it is a plan
-BY_USER: dict[str, Any] = {"freq": "manual", "often": 2}
-
-
-def rate_of(rank: OperatorRank) -> float:
-    return float(rank.operator.optimizer.param_groups[0]["lr"])
-
-
-@pytest.mark.parametrize("how", [COUNTED, *({"kind": kind} for kind in (one_cycle, cosine, in_sequence, from_a_table))])
-def test_the_last_rate_is_held_if_fewer_workers_train(how: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    whole = trained(replica_of(2, 2, **how), range(EPOCHS))
-    replica = trained(replica_of(2, 1, **how), range(EPOCHS))
-    assert replica.progress.step == 14 > EPOCHS * STEPS == whole.operator.scheduler.last_epoch
-    assert replica.operator.scheduler.last_epoch == EPOCHS * STEPS
-    assert rate_of(replica) == rate_of(whole)
-    (warning,) = caplog.messages
-    name = type(replica.operator.scheduler).__name__
-    assert f"{name} has made the 8 steps for which it was planned, and this call ends with step 14." in warning
-
-
-def test_a_window_of_batches_is_a_step(caplog: pytest.LogCaptureFixture) -> None:
-    """13 batches of one worker are 5 windows of 3, and 7 of two workers are 3."""
-    how: dict[str, Any] = {"scheduler_step_freq": "step", "options": TrainingOptions(precision="fp32", accumulate=3)}
-    rank = torch_rank(Planned, {"kind": cosine, "rows": 52}, ranks=1, num_workers=2, elastic=PER_WORKER, **how)
-    trained(rank, range(EPOCHS))
-    assert rank.progress.applied == 10 and rank.operator.scheduler.last_epoch == 6
-    assert rate_of(rank) == 0
-    assert "made the 6 steps for which it was planned, and this call ends with step 10." in caplog.messages[0]
-
-
-def test_a_schedule_that_begins_again_in_each_epoch_does_so() -> None:
-    rank = trained(replica_of(2, 1, kind=cosine, epochs=1), range(EPOCHS))
-    assert rank.operator.scheduler.last_epoch == STEPS + 7  # the first epoch has 3 steps more than planned
-
-
-class Breaking(OneCycleLR):
-    """Has an error of its own in the step after its last one, in which it must not be taken for too short."""
-
-    def step(self, *given: Any) -> None:
-        if self.last_epoch == EPOCHS * STEPS - 1:
-            raise ZeroDivisionError
-        super().step(*given)
 
 
 @pytest.mark.parametrize(
-    ("kind", "how", "error"),
-    [
-        (in_sequence, BY_USER, ValueError),
-        (from_a_table, BY_USER, IndexError),
-        (lambda optimizer, steps: Breaking(optimizer, max_lr=0.1, total_steps=steps), COUNTED, ZeroDivisionError),
-    ],
+    ("kind", "end"), [(cosine, "its learning rate rises again then"), (one_cycle, "it raises an error then")]
 )
-def test_an_error_of_a_scheduler_is_the_users(kind: Any, how: Any, error: Any) -> None:
-    with pytest.raises(error):
-        trained(replica_of(2, 1, kind=kind, **how), range(EPOCHS))
-
-
-def test_a_schedule_that_ends_for_another_reason_raises_its_error() -> None:
-    with pytest.raises(ValueError, match="Tried to step"):
-        trained(replica_of(2, 2), range(EPOCHS + 1))
-    with pytest.raises(ValueError, match="Tried to step"):  # it steps too often
-        trained(replica_of(2, 2, freq="manual", often=3), range(EPOCHS))
-    with pytest.raises(ZeroDivisionError):  # before the end of the schedule
-        trained(replica_of(2, 1, kind=with_a_mistake), range(EPOCHS))
-    fewer = trained(replica_of(2, 1, **COUNTED), range(EPOCHS))
-    with pytest.raises(ValueError, match="Tried to step"):  # more epochs than planned, with fewer workers
-        trained(fewer, range(EPOCHS, EPOCHS + 1))
-    with pytest.raises(ValueError, match="Tried to step"):  # the number of epochs does not depend on the workers
-        trained(replica_of(2, 1, freq="epoch", kind=lambda optimizer, steps: one_cycle(optimizer, 3)), range(4))
-
-
-def resumed(state: dict[str, Any], rank: OperatorRank) -> int:
-    """Train the other epochs from this state. Return how many steps the schedule has made."""
-    return int(trained(rank.resume(state), range(1, EPOCHS)).operator.scheduler.last_epoch)
-
-
-def test_a_checkpoint_knows_the_number_of_workers() -> None:
-    fewer, more = (trained(replica_of(2, present, **COUNTED), range(1)).checkpoint() for present in (1, 2))
-    for state, rank in ((fewer, replica_of(2, 2, **COUNTED)), (fewer, replica_of(1, 1, **COUNTED))):
-        assert resumed(state, rank) == EPOCHS * STEPS  # it needs 7 + 4 and 7 + 7 steps, and ends with its last rate
-    assert resumed(more, replica_of(1, 1, **COUNTED)) == EPOCHS * STEPS
-    with pytest.raises(ValueError, match="Tried to step"):
-        resumed(more, replica_of(2, 2, freq="manual", often=3))
+def test_a_schedule_ends_too_early_if_fewer_workers_train(
+    kind: Any, end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Per worker, they make more steps: 7 in each epoch, in place of 4."""
+    rank = trained(replica_of(2, 1, kind=kind), range(1))
+    assert rank.progress.step == 7 and not caplog.messages
+    with pytest.raises(ValueError, match="Tried to step") if kind is one_cycle else nullcontext():
+        rank.train(1)
+    (warning,) = caplog.messages
+    assert f"ends with its step 8, and makes 14 until the end of this call of train(): {end}" in warning
+    assert "fewer workers than num_workers make more steps, as batch_mode is 'per_worker'" in warning
 
 
 def steps_after_a_warm_up(optimizer: Any, steps: int) -> Any:
@@ -179,39 +105,6 @@ def test_steps_after_a_warm_up_follow_a_load(blocking: bool, tmp_path: Path) -> 
         trainer.load(saved if blocking else saved.result())
         rates = [(trainer.train(), operator_of(trainer).optimizer.param_groups[0]["lr"])[1] for _ in range(4)]
     assert rates == pytest.approx([0.1, 0.01, 0.01, 0.001])
-
-
-@pytest.mark.parametrize("kind", [one_cycle, cosine])
-def test_a_run_that_is_resumed_with_more_epochs_keeps_the_last_rate(
-    kind: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    ended = trained(replica_of(1, 1, kind=kind), range(EPOCHS))
-    longer = replica_of(1, 1, epochs=EPOCHS + 1, kind=kind).resume(ended.checkpoint())
-    trained(longer, range(EPOCHS, EPOCHS + 1))
-    assert longer.progress.step == 21 and longer.operator.scheduler.last_epoch == 14
-    assert rate_of(longer) == rate_of(ended)
-    warning = caplog.messages[-1]
-    assert "made the 14 steps for which it was planned, and this call ends with step 21." in warning
-
-
-def test_an_error_ends_more_epochs_than_planned() -> None:
-    ended = trained(replica_of(1, 1), range(EPOCHS))
-    with pytest.raises(ValueError, match="Tried to step"):
-        trained(ended, range(EPOCHS, EPOCHS + 1))  # it was not planned
-
-
-def test_a_resumed_schedule_has_the_length_in_its_checkpoint_and_a_function_that_of_the_code() -> None:
-    state = trained(replica_of(2, 2, kind=cosine), range(1)).checkpoint()
-    assert resumed(state, replica_of(1, 1, kind=cosine)) == EPOCHS * STEPS
-    state = trained(replica_of(2, 2, kind=from_a_table), range(1)).checkpoint()
-    assert resumed(state, replica_of(1, 1, kind=from_a_table)) == STEPS + 7
-
-
-def test_a_checkpoint_fits_whether_or_not_the_steps_were_planned() -> None:
-    planned, counted = ({}, {"steps": 14})
-    for saved, here in ((planned, counted), (counted, planned)):
-        state = trained(replica_of(1, 1, **saved), range(1)).checkpoint()
-        assert resumed(state, replica_of(1, 1, **here)) == 14
 
 
 def chained(optimizer: Any, steps: int) -> Any:

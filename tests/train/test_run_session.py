@@ -1,5 +1,6 @@
 """A training function in its replica, without Ray or an engine. The control channel records the messages."""
 
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -266,6 +267,29 @@ def test_a_function_that_is_stopped_while_torch_changes_its_modes_begins_again_w
         assert isinstance(worker.run(function), Interrupted)
         worker.clear()
     assert modes == [(True, False, torch.bfloat16), 1.0, 2.0] * 2
+
+
+@pytest.mark.parametrize(
+    ("module", "seen"), [("ray.cloudpickle.cloudpickle", "Stopped"), ("ray.data", "KeyboardInterrupt")]
+)
+def test_an_interrupt_in_code_of_ray_is_no_exit_of_the_function(module: str, seen: str) -> None:
+    """Lightning ends its process after a KeyboardInterrupt, which is meant for `ray.get` only: not for a function that is pickled."""
+    worker, raised = Worker(), list[str]()
+    place: dict[str, Any] = {"__name__": module, "time": time}
+    exec("def wait():\n    time.sleep(30)", place)
+
+    def function() -> None:
+        threading.Timer(0.2, worker.interrupt).start()
+        try:
+            place["wait"]()
+        except BaseException as error:
+            raised.append(type(error).__name__)
+            if isinstance(error, KeyboardInterrupt):
+                sys.exit(1)
+            raise
+
+    assert isinstance(worker.run(function), Interrupted)
+    assert raised == [seen]
 
 
 def test_an_interrupt_that_the_function_catches_is_raised_again_at_the_next_report() -> None:

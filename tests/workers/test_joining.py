@@ -195,3 +195,20 @@ def test_the_probe_of_a_real_cluster(ray_cluster: None, monkeypatch: pytest.Monk
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     assert foreign.probe_gcs(address, 60) == "token"
+
+
+WATCHES = """
+import os, time
+os.write(1, b"a warning ")
+until = time.monotonic() + 0.5
+while time.monotonic() < until:
+    if os.lseek(1, 0, os.SEEK_CUR) != 10:
+        os._exit(1)
+os.write(1, b"PROBE others")
+"""
+
+
+def test_reading_a_probe_does_not_move_the_place_where_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, it overwrites what it has written, and its answer is a part of a word."""
+    monkeypatch.setattr(foreign, "PROBE", WATCHES)
+    assert foreign.probe_gcs("nowhere", 60) == "others"

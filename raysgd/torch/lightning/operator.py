@@ -205,8 +205,7 @@ class LightningOperator(TrainingOperator):
         """Step the schedulers that are due after batch number `count` of an epoch, or after epoch
         number `count`."""
         for each in self._schedules:
-            due = each.interval == interval and count % each.frequency == 0
-            if due and not (interval == "step" and self._keeps_rate(each.scheduler)):
+            if each.interval == interval and count % each.frequency == 0:
                 each.scheduler.step()
 
     # -- epochs ---------------------------------------------------------------------------------------

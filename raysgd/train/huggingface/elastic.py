@@ -526,13 +526,13 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
 
     def _end_again(self, kept: dict[str, Any]) -> None:
         """Take what the step had computed before, in place of what it has computed with its new
-        weights; except attributes if there were other ranks, because they can be of a rank's own
-        parts."""
+        weights; except attributes of another rank, or of other ranks' parts: a rank's own parts can
+        be in them."""
         assert self._attributes is not None
         stepped = kept["stepped"].content
         self._load_if_changed(kept)
         vars(self._trainer).update(copied(stepped["loop"]))
-        if stepped["ranks"] == self._windows.ranks:
+        if stepped["place"] == (self._windows.rank, self._windows.ranks):
             self._attributes.put_back(stepped["attributes"])
 
     def _clip(self, *args: Any, **kwargs: Any) -> Any:
@@ -654,7 +654,7 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
             return
         assert self._attributes is not None
         stepped = {"attributes": self._attributes.changed(), "loop": loop_of(self._trainer), "norm": self._norm}
-        self._stepped = ByReference({**stepped, "ranks": self._windows.ranks})
+        self._stepped = ByReference({**stepped, "place": (self._windows.rank, self._windows.ranks)})
         try:
             self._state.commit_step()
         finally:

@@ -1,6 +1,8 @@
 """Tiny models, data and a training function with a Hugging Face Trainer, for workers and for plain processes.
 
-python -m tests.train.huggingface.small FOLDER '{"samples": 192}'     a plain Trainer, under torchrun
+python -m tests.train.huggingface.small FOLDER '{"samples": 192}'        a plain Trainer, under torchrun
+python -m tests.train.huggingface.small FOLDER '{"samples": 192}' 12     an elastic one, which stops at this commit, and then has another
+                                                                       process in the place of rank 1
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from transformers.trainer_callback import ExportableState
 from raysgd import train
 from raysgd.train.huggingface.transformers import prepare_trainer
 from tests.faults import Fault
+from tests.replicas import FunctionRank, Interrupted
 
 WORDS, LENGTH = 64, 12
 
@@ -266,11 +269,29 @@ def train_func(config: dict[str, Any]) -> dict[str, Any]:
     return result_of(trainer)
 
 
+def with_a_replacement(config: dict[str, Any], commit: int) -> dict[str, Any]:
+    """Stop at this commit, and let rank 1 begin with rank 0's, which a replacement may get."""
+    dist.init_process_group("gloo")
+    here = FunctionRank(dist.get_rank(), dist.get_world_size())
+    here.stop_at(commit)
+    assert isinstance(here.run(train_func, config), Interrupted)
+    kept = [here.replica.state()]
+    dist.broadcast_object_list(kept)
+    here.replica.load(kept[0])
+    here.rejoin(dist.get_rank(), dist.get_world_size())
+    found: dict[str, Any] = here.run(train_func, config, number=2)
+    return found
+
+
 def main() -> None:
-    folder, config = sys.argv[1], json.loads(sys.argv[2])
-    trainer = make_trainer({**config, "folder": folder})
-    trainer.train()
-    torch.save(result_of(trainer), Path(folder, f"rank{os.environ.get('RANK', 0)}.pt"))
+    folder, config, *commit = sys.argv[1], {**json.loads(sys.argv[2]), "folder": sys.argv[1]}, *sys.argv[3:]
+    if commit:
+        result = with_a_replacement(config, int(commit[0]))
+    else:
+        trainer = make_trainer(config)
+        trainer.train()
+        result = result_of(trainer)
+    torch.save(result, Path(folder, f"rank{os.environ.get('RANK', 0)}.pt"))
 
 
 if __name__ == "__main__":

@@ -135,6 +135,13 @@ def test_a_loss_that_transformers_does_not_divide(pair: Group, given: dict[str, 
     assert_continued(found, undisturbed)
 
 
+def under_torchrun(processes: int, folder: Path, *given: Any) -> dict[str, Any]:
+    script = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    script += ["-m", "tests.train.huggingface.small", str(folder), *map(json.dumps, given)]
+    subprocess.run(script, check=True, timeout=280)
+    return torch.load(folder / "rank0.pt")  # type: ignore[no-any-return]
+
+
 def nightly(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.nightly)
 
@@ -147,10 +154,7 @@ def test_undisturbed_it_has_the_bits_of_torchrun(
     workers: Group = request.getfixturevalue(group)
     workers.complete()
     undisturbed = workers.train(**given)
-    script = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers.count)]
-    script += ["-m", "tests.train.huggingface.small", str(tmp_path), json.dumps(given)]
-    subprocess.run(script, check=True, timeout=280)
-    plain = torch.load(tmp_path / "rank0.pt")
+    plain = under_torchrun(workers.count, tmp_path, given)
     assert plain["ranks"] == workers.count
     assert undisturbed["losses"] == plain["losses"] and undisturbed["evaluations"] == plain["evaluations"]
     assert_continued(undisturbed, plain, within=0)
@@ -207,6 +211,14 @@ def test_workers_fail_anywhere_in_a_step(trio: Group, faults: tuple[Fault, ...])
     assert {(each.reason, each.in_place) for each in failures} == {("worker death", True)}
     assert_each_sample_once(found, 192)
     assert_continued(found, UNDISTURBED["saving"])
+
+
+@pytest.mark.more
+def test_a_replacement_has_its_own_samples_in_the_step_that_is_repeated(tmp_path: Path) -> None:
+    """There are as many ranks as before. It continues in `optimizer.step()` with the commit of another rank, whose attributes have the
+    samples of that one."""
+    config = {"samples": 96, "arguments": {"eval_strategy": "no"}}
+    assert_continued(under_torchrun(2, tmp_path, config, 12), under_torchrun(2, tmp_path, config), within=0)
 
 
 @pytest.mark.more
