@@ -54,7 +54,8 @@ class Control:
     progress. `upload` sends a snapshot to the driver; it is None if the driver takes no snapshots.
     `deliver` sends a message that must not get lost, and returns when the driver has acknowledged
     it. `giving(name)` returns what sends this worker's state to those that `take` it, and
-    `ask(name, question)` the driver's answer. `on_interrupt` is called on the control thread.
+    `ask(name, question)` the driver's answer. `moved` says that a part of a state has moved.
+    `on_interrupt` is called on the control thread.
     `begun_after` holds, for the newest steps, how many collective calls (`collectives`) had been
     made when each began, `joined_after` of them before the first one. `ensure_whole` and
     `is_interruption` are the backend's. Never blocks the control thread, and costs the training
@@ -85,6 +86,7 @@ class Control:
         self.giving: Callable[[str], Any] = _no_transfers
         self.take: Callable[[str], Any] = _no_transfers
         self.ask: Callable[[str, Any], Any] = _no_transfers
+        self.moved: Callable[[], None] = lambda: None
         self.on_interrupt: Callable[[], None] = lambda: None
         self.collectives: Callable[[], int] = lambda: -1
         self.joined_after = 0

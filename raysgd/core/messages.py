@@ -75,6 +75,12 @@ class ProgressReport(Message):
 
 
 @dataclass(frozen=True)
+class Moved(Message):
+    """A worker sends this now and then while it gives or takes a state: a slow network is no
+    hang."""
+
+
+@dataclass(frozen=True)
 class PreemptionNotice(Message):
     """A worker sends this when it has received SIGTERM, because its machine will be stopped. The
     engine moves its work to other workers at the next batch boundary."""

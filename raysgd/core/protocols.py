@@ -17,11 +17,14 @@ class ProcessGroupBackend(Protocol):
 
     in_place      whether a process that leaves one generation joins the next; otherwise, all are
                   new
+    shares        whether the ranks of a generation can give each other their states; otherwise,
+                  states go through the driver
     needs_offers  whether `plan` needs something from each worker, which is then asked for its
                   `offer` first
     """
 
     in_place: bool
+    shares: bool
     needs_offers: bool
 
     def offer(self) -> dict[str, Any]:
@@ -90,6 +93,11 @@ class Replica(Protocol):
 
     def load(self, data: bytes) -> None:
         """Worker: take the state of another replica."""
+
+    def share_state(self, giver: int, *, takes: bool, moved: Callable[[], None]) -> None:
+        """Worker: let the rank `giver` of the generation that was just joined send its state, by
+        collective calls that all ranks make, and take it if this one `takes` it: then only when all
+        of it is here. Call `moved` for each part."""
 
     def close(self) -> None:
         """Worker: release files, threads and loaders."""

@@ -53,6 +53,7 @@ class SingleWorkerBackend:
     """The backend of a group that never has more than one worker: it has no process group."""
 
     in_place = True
+    shares = False
     needs_offers = False
 
     def offer(self) -> dict[str, Any]:

@@ -516,7 +516,7 @@ class Engine:
             try:
                 comparison.judge(self.progress.step, [getattr(outcome, "value", "") for outcome in outcomes.values()])
             except DivergenceError:
-                self._generation.end()  # the next call begins with rank 0's weights on all ranks
+                self._generation.end(differ=True)  # the next call begins with rank 0's weights on all ranks
                 raise
 
     def _prepare_call(self, job: Job, running: RunningCall) -> Call:

@@ -5,6 +5,8 @@ advanced state, join the new group, and are set up where they are new. Leaving i
 unless a state must be sent, workers are new, or an answer is missing, without which it is not known
 how advanced a worker is. Each step can lose members, also in the middle of a recovery. Then the
 attempt has failed, and the caller decides again with the workers that are left.
+
+Where the ranks can share a state, they do so in the new group, when they have joined it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from raysgd.core.lease import GENERATIONS
 from raysgd.core.messages import Interrupt
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome, WorkerFailed
 from raysgd.core.policy import UNREACHABLE
+from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.ranks import RankInfo, assign_ranks
 from raysgd.core.snapshot import Snapshot, newest_state
@@ -54,7 +57,7 @@ class Generation:
         self._factory, self._hook, self._saved = factory, hook, saved
         self.number = table.group.term * GENERATIONS
         self.up = False  # whether the ranks can run collectives, as far as the driver knows
-        self._has_formed = False
+        self._has_formed = self._differ = False
         self._seconds: dict[str, float] = {}
         self._failures: dict[str, Interrupted | WorkerFailed] = {}  # of the newest attempt
 
@@ -63,9 +66,10 @@ class Generation:
         taken, self._seconds = self._seconds, {}
         return taken
 
-    def end(self) -> None:
-        """Note that the group has ended: the next call needs a new generation."""
-        self.up = False
+    def end(self, *, differ: bool = False) -> None:
+        """Note that the group has ended: the next call needs a new generation. In it, all take the
+        first one's state if these `differ`."""
+        self.up, self._differ = False, self._differ or differ
 
     def interrupt(self, workers: Sequence[str]) -> None:
         """Tell these workers that the generation has ended, so that they stop waiting for peers."""
@@ -176,17 +180,19 @@ class Generation:
         self._table.expect_ranks(workers)
         built = self._select_built(workers)
         new = [worker for worker in workers if worker not in built]
-        if not self.hear_from(workers, leave=bool(new or self._behind(built)[1])):
+        shares = self._backend.shares and not new  # who has no replica takes part in no broadcast
+        if not self.hear_from(workers, leave=bool(new or (self._behind(built)[1] and not shares))):
             return False
         source, behind = self._behind(built)
-        if behind:
-            with self._table.during("agreement"), closing(self._table.group.transfer()) as transfer:
-                if not self._move({source: "state"} | dict.fromkeys(behind, "load"), transfer):
+        if behind and not shares:
+            with self._table.during("agreement"):
+                given = self._fetch(source)
+                if given is None or not self.load(behind, given[0]):
                     return False
         if new and not self._prepare(new):
             return False
         with self._table.during("rendezvous"):
-            if not self._rendezvous(workers):
+            if not self._rendezvous(workers, source, behind if shares else []):
                 return False
         if new and not self._build(new):
             return False
@@ -195,6 +201,7 @@ class Generation:
         if saved is not None and not self._load_saved(workers, saved):
             return False
         self.enter(workers)
+        self._differ = False
         return True
 
     def _select_built(self, workers: Sequence[str]) -> list[str]:
@@ -241,6 +248,8 @@ class Generation:
         the state of the group, the others begin with the first one's."""
         if not workers:
             return "", []
+        if self._differ:
+            return workers[0], [*workers[1:]]
         progress = self._table.progress_of(workers)
         source = newest_state(progress)
         assert source is not None
@@ -253,26 +262,28 @@ class Generation:
         operator's `load_state_dict` if it raises one."""
         with closing(self._table.group.transfer()) as transfer:
             transfer.fill(state)
-            return self._move(dict.fromkeys(workers, "load"), transfer)
+            return self._all_ok(self._move(workers, "load", transfer))
 
-    def _move(self, verbs: Mapping[str, str], transfer: TransferProtocol) -> bool:
+    def _fetch(self, worker: str) -> tuple[Any, Progress] | None:
+        """Return the worker's state with its progress, None if it has failed. Raise an error of the
+        operator's `state_dict` if it raises one."""
+        with closing(self._table.group.transfer()) as transfer:
+            outcomes = self._move([worker], "state", transfer)
+            return (transfer.data, outcomes[worker].progress) if self._all_ok(outcomes) else None
+
+    def _move(self, workers: Sequence[str], verb: str, transfer: TransferProtocol) -> dict[str, Outcome]:
         arguments, limit_s = {"transfer": transfer.name}, self.limits.setup_s
-        outcomes = self._ask(list(verbs), verbs, arguments, limit_s, on_trouble=transfer.close)
-        return self._all_ok(outcomes)
+        return self._ask(workers, verb, arguments, limit_s, on_trouble=transfer.close)
 
     def rescue_state(self, worker: str, call: int) -> bool:
         """Keep the state of a worker that is about to end as the snapshot, taken in call number
         `call`. Return whether the worker gave its state. Raise an error of the operator's
-        `state_dict` if it raises one."""
-        with closing(self._table.group.transfer()) as transfer:
-            arguments, limit_s = {"transfer": transfer.name}, self.limits.setup_s
-            outcome = self._ask([worker], "state", arguments, limit_s, on_trouble=transfer.close)[worker]
-            if isinstance(outcome, Failed):  # the worker is healthy, and its state must not be lost for that
-                raise_user_error(outcome, self._table[worker])
-            if not isinstance(outcome, Ok):
-                return False
-            self._table.snapshots.offer(Snapshot(transfer.data, outcome.progress, call=call))
-            return True
+        `state_dict` if it raises one: the worker is healthy, and its state must not be lost for
+        that."""
+        if (given := self._fetch(worker)) is None:
+            return False
+        self._table.snapshots.offer(Snapshot(*given, call=call))
+        return True
 
     def _prepare(self, new: Sequence[str]) -> bool:
         given = {worker: {"hook": self._hook, "rank": self._table[worker].rank} for worker in new}
@@ -291,7 +302,9 @@ class Generation:
         if hanging and not self._has_formed:
             raise unfinished_error([outcome.cause for outcome in hanging.values()], silent=True)
 
-    def _rendezvous(self, workers: Sequence[str]) -> bool:
+    def _rendezvous(self, workers: Sequence[str], source: str, behind: Sequence[str]) -> bool:
+        """Let the workers join a new group, in which those that are behind take the source's
+        state."""
         self.number += 1
         nodes = [self._table[worker].node for worker in workers]
         local = all(self._table[worker].local for worker in workers)
@@ -303,6 +316,8 @@ class Generation:
         given = {
             w: {"rank_info": s, "settings": each} for w, s, each in zip(workers, rank_infos, settings, strict=True)
         }
+        for worker in workers if behind else ():
+            given[worker] |= {"giver": workers.index(source), "takes": worker in behind}
 
         def cancel() -> None:
             self._backend.plan([])

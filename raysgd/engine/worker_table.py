@@ -500,7 +500,7 @@ class WorkerTable:
             info.progress, info.partial = message.progress, message.partial
             self._on_progress(info)
             self.raise_cancelled()  # also here, because `pump` is not called while the inline worker trains
-        elif isinstance(message, messages.FunctionReport):
+        elif isinstance(message, messages.FunctionReport | messages.Moved):
             info.moved_at = self.clock()
         elif isinstance(message, messages.PreemptionNotice):
             info.notice = True

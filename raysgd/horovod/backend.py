@@ -45,6 +45,7 @@ class Ranks:
     """
 
     in_place = True
+    shares = False
 
     def __init__(self, *, host: str, wait_s: float, interface: str | None = None) -> None:
         self._wait_s, self._interface = wait_s, interface

@@ -62,6 +62,7 @@ class HeldPortBackend:
     False."""
 
     in_place = False
+    shares = False
     needs_offers = True
 
     def __init__(self, *, host: str) -> None:

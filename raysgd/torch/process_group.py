@@ -64,6 +64,7 @@ class TorchBackend:
     is bound. On a worker, owns the membership of the default process group, and knows its sockets,
     and whether it was aborted."""
 
+    shares = True
     needs_offers = False
 
     def __init__(

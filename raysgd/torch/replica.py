@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from raysgd.core.batch_mode import PER_WORKER
 from raysgd.core.control import Control
@@ -15,6 +16,7 @@ from raysgd.core.ranks import RankInfo
 from raysgd.core.rows import OTHER
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage.seen import SeenFile
+from raysgd.torch import sharing
 from raysgd.torch.checkpoint import packing, states
 from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.checkpoint.host_memory import HostMemory
@@ -201,6 +203,15 @@ class TorchReplica(ReplicaBase):
         """Load the state of another replica of this trainer. It is trusted, and it fits."""
         self._continues_script = False
         self._take(packing.unpack(data))
+
+    def share_state(self, giver: int, *, takes: bool, moved: Callable[[], None]) -> None:
+        state = self.state_for_peers() if dist.get_rank() == giver else None
+        device = torch.device("cpu") if dist.get_backend() == "gloo" else self.operator.device
+        taken = sharing.share_state(state, giver, takes=takes, device=device, moved=moved)
+        self.control.ensure_whole()
+        if takes:
+            self._continues_script = False
+            self._take(taken)
 
     def take_over(self, data: Any) -> None:
         """Load the state of the last script's replica, whose code may be other than this one's."""

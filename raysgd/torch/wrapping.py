@@ -86,9 +86,9 @@ def rewrap(
     arguments: dict[str, Any],
     options: TrainingOptions,
 ) -> None:
-    """Initialize every DDP wrapper again, in place, for the process group of a new generation.
-    References to the wrappers stay valid. It averages the gradients of those parameters that were
-    `trained` when it was made, also if they are frozen just now.
+    """Initialize every DDP wrapper again, in place, for the process group of a new generation,
+    whose ranks have equal states. References to the wrappers stay valid. It averages the gradients
+    of those parameters that were `trained` when it was made, also if they are frozen just now.
 
     The old reducer must be removed first, because it has hooks on the parameters and holds the old
     process group.
@@ -99,7 +99,7 @@ def rewrap(
             for name in ("reducer", "logger"):
                 wrapper.__dict__.pop(name, None)
             with _requiring(trained, inside):
-                DistributedDataParallel.__init__(wrapper, inside, **arguments)
+                DistributedDataParallel.__init__(wrapper, inside, **{**arguments, "init_sync": False})
             wrapper.training = mode  # not train(mode): submodules that were frozen in eval mode stay in it
     adapt(wrapped, arguments, options)
 

@@ -275,6 +275,13 @@ class FunctionReplica:
     def state(self) -> bytes:
         return self._codec.dumps((self._run_number, self._commit.kept))
 
+    def share_state(self, giver: int, *, takes: bool, moved: Callable[[], None]) -> None:
+        share = import_module("raysgd.train.torch_function").share_bytes
+        data = share(self.state, giver, moved=moved)
+        self._control.ensure_whole()
+        if takes:
+            self.load(data)
+
     def load(self, data: bytes) -> None:
         self._run_number, self._commit.kept = pickle.loads(data)
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.core.ranks import RankInfo
+from raysgd.torch import sharing
 from raysgd.torch.devices import OffersGpus, see_gpus, shared_gpus
 from raysgd.torch.foreign import with_module_versions
 from raysgd.torch.process_group import TorchBackend
@@ -37,6 +39,12 @@ class TorchFunctionBackend(OffersGpus, TorchBackend):
         if "gpus" in settings and not torch.cuda.is_initialized():
             torch.cuda.set_device(see_gpus(settings["gpus"], self.offer()["gpus"]))
         super().join(rank_info, settings)
+
+
+def share_bytes(make: Callable[[], bytes], giver: int, *, moved: Callable[[], None]) -> bytearray:
+    """Broadcast the bytes that the rank `giver` makes."""
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    return sharing.share_bytes(make() if dist.get_rank() == giver else b"", giver, device=device, moved=moved)
 
 
 def environment(rank_info: RankInfo, settings: dict[str, Any]) -> dict[str, str]:

@@ -334,7 +334,10 @@ class ReplicaBase(ABC):
     def state(self) -> memoryview:
         """The state as bytes, for a rank that is behind or new, or for the next script's replica in
         this process."""
-        return self._dump({**self.full_state(for_peers=True), "undefined": self.undefined})
+        return self._dump(self.state_for_peers())
+
+    def state_for_peers(self) -> dict[str, Any]:
+        return {**self.full_state(for_peers=True), "undefined": self.undefined}
 
     @abstractmethod
     def copy(self, state: dict[str, Any]) -> tuple[Copied, int]:

@@ -35,6 +35,7 @@ from raysgd.workers.transfer import Giving, ask, take
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+MOVED_EVERY_S = 1.0
 CANNOT_CONNECT = "cannot connect to the script's machine"
 DEEPEST = 100  # frames of a stack, of which an import alone can have dozens
 
@@ -72,10 +73,10 @@ class ControlClient:
         self._bulk_lock = threading.Lock()
         os.register_at_fork(after_in_child=self._forget_connections)
         self.control = Control(self._publish)
-        self.control.upload, self.control.deliver = self.upload, self.deliver
+        self.control.upload, self.control.deliver, self.control.moved = self.upload, self.deliver, self._say_moved
         self.holds_state: Callable[[], bool] = lambda: False
         self.on_driver_ended: Callable[[], None] = lambda: None
-        self.generation = -1
+        self.generation, self._moved_at = -1, 0.0
         self._open, self._forked = True, False
         self.connect(address)
 
@@ -180,6 +181,12 @@ class ControlClient:
         it, and a later message will replace this one."""
         if self._writable.select(0):
             self._send(messages.ProgressReport(self.call, progress, briefly(partial)))
+
+    def _say_moved(self) -> None:
+        """Say that a part of a state has moved, unless that was said a moment ago."""
+        if (now := time.monotonic()) - self._moved_at >= MOVED_EVERY_S:
+            self._moved_at = now
+            self._send(messages.Moved())
 
     def _send(self, message: messages.Message) -> None:
         if self._forked:

@@ -173,12 +173,18 @@ class ReplicaHost:
             if self._remote:
                 gc.freeze()  # collections, which some trainers make, need not look at all that it has imported
 
-    def _join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
+    def _join(
+        self, rank_info: RankInfo, settings: dict[str, Any], giver: int | None = None, takes: bool = False
+    ) -> None:
+        """Join a generation. Ranks that are behind take the state of the rank `giver`."""
         self._backend.leave()  # a replacement worker does not know if the group that it joined was never formed
         self._control.clear()
         self._rank = None if rank_info.solo else rank_info.world_rank
         self._control.joined_after = 0
         self._backend.join(rank_info, settings)
+        if giver is not None and self._replica is not None:
+            self._replica.share_state(giver, takes=takes, moved=self._control.moved)
+            self._lacks_state, self._cut_short = self._lacks_state and not takes, self._cut_short and not takes
         self._joined(rank_info)
 
     def _joined(self, rank_info: RankInfo) -> None:

@@ -28,6 +28,7 @@ from raysgd.core.messages import SnapshotUpload
 from raysgd.core.outcomes import Outcome
 from raysgd.engine.engine import Engine
 from raysgd.torch.foreign import run_after_backward
+from raysgd.torch.sharing import share_state
 from raysgd.torch.strategies import Strategy
 from raysgd.torch.trainer import choose_strategy
 from raysgd.torch.wrapping import Exchange
@@ -152,18 +153,11 @@ class Mean(Exchange):
         self._cluster, self._arrived, self._held = cluster, False, False
 
     def prepare(self, models: list[Any], optimizers: list[Any]) -> None:
-        self._models = models
         self._parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._note)
         for each in optimizers:
             each.register_step_post_hook(lambda *_: self._cluster.point("applied"))
-
-    def joined(self) -> None:
-        with torch.no_grad():
-            for model in self._models:
-                for each in model.state_dict().values():
-                    dist.broadcast(each, src=0)
 
     def hold(self, on: bool) -> None:
         self._held = on
@@ -242,6 +236,7 @@ class Cluster:
                 "raysgd.training.description.make_engine": self._make_engine,
                 "raysgd.training.trainer_base.pack": lambda value: value,
                 "raysgd.torch.trainer.choose_strategy": self._strategy,
+                "raysgd.torch.sharing.share_state": self._share_state,
                 "torch.distributed.is_initialized": lambda: self._has_group(),
                 "torch.distributed.get_rank": lambda group=None: self.here.host.rank,
                 "torch.distributed.get_world_size": lambda group=None: len(self.here.backend.group.members),
@@ -317,6 +312,10 @@ class Cluster:
             on_recovery=calls.on_recovery,
             on_wait=calls.on_wait,
         )
+
+    def _share_state(self, state: Any, giver: int, **options: Any) -> Any:
+        self.point("state" if state is not None else "load")
+        return share_state(state, giver, **options)
 
     # -- torch.distributed ----------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from raysgd.train import (
     replica,
     rounds,
     session_functions,
+    torch_function,
     worker_group,
 )
 from raysgd.train.backends import Backend, BackendConfig
@@ -371,7 +372,7 @@ class FunctionScript:
         self._patch_driver(patch)
 
         limits = {"join_s": plan.limits.join_s, "collective_s": plan.limits.collective_s}
-        connect = partial(SimBackend, world, self.group.network, in_place=plan.in_place, **limits)
+        connect = partial(SimBackend, world, self.group.network, in_place=plan.in_place, shares=plan.shares, **limits)
         self.executor = BackendExecutor(
             Config(connect, self._hooks()),
             plan.ranks,
@@ -397,6 +398,11 @@ class FunctionScript:
         )
         patch.setattr(replica, "signal", signals)
         patch.setattr(session_functions, "_running", _Sessions(self._main))
+
+        def share(*given: Any, **moved: Any) -> Any:
+            return self._main().worker.share(*given, **moved)
+
+        patch.setattr(torch_function, "share_bytes", share)
 
     def _patch_driver(self, patch: pytest.MonkeyPatch) -> None:
         def engine(*given: Any, **settings: Any) -> Engine:

@@ -27,7 +27,7 @@ from raysgd.workers.keeper import RENEWALS
 from raysgd.workers.orphan import DriverContact, NamedHost
 from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.worker_group import Room
-from tests.simulation.network import DRIVER, Link, Network, ProcessGroup, SimBackend
+from tests.simulation.network import DRIVER, Link, Network, NetworkError, ProcessGroup, SimBackend
 from tests.simulation.replica import GpuError, SimReplica
 from tests.simulation.world import Condition, Process, Wake, World
 
@@ -123,6 +123,7 @@ class Worker(Process):
             self.world,
             group.network,
             in_place=plan.in_place,
+            shares=plan.shares,
             join_s=plan.limits.join_s,
             collective_s=plan.limits.collective_s,
             member=self,
@@ -247,6 +248,19 @@ class Worker(Process):
     def end_orphan(self) -> None:
         self.checker.orphan_ends(self)
         self.die("no driver has come")
+
+    def share(self, make: Callable[[], Any], giver: int, *, moved: Callable[[], None]) -> Any:
+        """Take part in three broadcasts of what this rank makes, which is complete with the last one."""
+        content = None
+        for part in range(3):
+            if (group := self.backend.group) is None:
+                raise NetworkError("the process group was aborted")
+            gives = group.members.index(self) == giver
+            self.point("state" if gives else "load")
+            given = make() if gives and not part else content
+            content = group.collective(self, given, self.backend.collective_s)[giver]
+            moved()
+        return content
 
     def free(self) -> None:
         """Let the main task look at what it is asked for."""

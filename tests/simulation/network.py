@@ -210,9 +210,17 @@ class SimBackend:
     needs_offers = True  # as TensorFlow's backend does, because a worker can then also fail while it makes an offer
 
     def __init__(
-        self, world: World, network: Network, *, in_place: bool, join_s: float, collective_s: float, member: Any = None
+        self,
+        world: World,
+        network: Network,
+        *,
+        in_place: bool,
+        shares: bool = True,
+        join_s: float,
+        collective_s: float,
+        member: Any = None,
     ) -> None:
-        self.world, self._network, self.in_place = world, network, in_place
+        self.world, self._network, self.in_place, self.shares = world, network, in_place, shares
         self.join_s, self.collective_s, self._member = join_s, collective_s, member
         self.group: ProcessGroup | None = None
         self._rendezvous: Rendezvous | None = None

@@ -158,6 +158,11 @@ class Plan(Printed):
     script: tuple[str, ...] = ("train",)
     faults: tuple[Fault, ...] = ()
 
+    @property
+    def shares(self) -> bool:
+        """Whether the ranks give each other their states, and not through the driver."""
+        return self.seed % 2 == 0
+
     @cached_property
     def elastic(self) -> ElasticConfig:
         return ElasticConfig(

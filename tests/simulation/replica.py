@@ -263,6 +263,11 @@ class SimReplica:
         self._worker.point("state_dict")
         return memoryview(self._state())
 
+    def share_state(self, giver: int, *, takes: bool, moved: Callable[[], None]) -> None:
+        content = self._worker.share(self.state, giver, moved=moved)
+        if takes:
+            self.load(content)
+
     def _state(self) -> bytes:
         state = (self._position.as_dict(), self.steps, self.weights, self.initial, self.undefined)
         return pickle.dumps(state)

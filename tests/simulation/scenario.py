@@ -71,7 +71,7 @@ class Script:
     def _new_engine(self, target: int) -> Engine:
         plan, world, schedule = self.plan, self.world, self.schedule
         limits = {"join_s": plan.limits.join_s, "collective_s": plan.limits.collective_s}
-        self.backend = SimBackend(world, self.group.network, in_place=plan.in_place, **limits)
+        self.backend = SimBackend(world, self.group.network, in_place=plan.in_place, shares=plan.shares, **limits)
         return Engine(
             self.group,
             self.backend,

@@ -27,7 +27,7 @@ class Layout:
     ALIGNED bytes."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], begin: bytes = b"") -> None:
-        self._tensors, self._begin = tensors, begin
+        self.tensors, self.begin = tensors, begin
         *self._starts, self.size = itertools.accumulate(
             (_padded(each.nbytes) for each in tensors), initial=_padded(len(begin))
         )
@@ -35,16 +35,15 @@ class Layout:
     def copy_to(self, room: torch.Tensor, *, later: torch.device | None = None) -> None:
         """Copy the bytes to a buffer of the CPU; what is on the device `later` as soon as its
         stream does that."""
-        room[: len(self._begin)].numpy()[:] = numpy.frombuffer(self._begin, numpy.uint8)
-        for start, each in zip(self._starts, self._tensors, strict=True):
+        room[: len(self.begin)].numpy()[:] = numpy.frombuffer(self.begin, numpy.uint8)
+        for start, each in zip(self._starts, self.tensors, strict=True):
             if each.numel():
-                content = each.detach().contiguous().reshape(-1).view(torch.uint8)
-                room[start : start + each.nbytes].copy_(content, non_blocking=each.device == later)
+                room[start : start + each.nbytes].copy_(bytes_of(each), non_blocking=each.device == later)
 
     def on_device(self, device: torch.device) -> list[torch.Tensor]:
         """Let the tensors of this GPU be copies there. Return them."""
-        made = {number: each.detach().clone() for number, each in enumerate(self._tensors) if each.device == device}
-        self._tensors = [made.get(number, each) for number, each in enumerate(self._tensors)]
+        made = {number: each.detach().clone() for number, each in enumerate(self.tensors) if each.device == device}
+        self.tensors = [made.get(number, each) for number, each in enumerate(self.tensors)]
         return list(made.values())
 
     def copies(self, room: torch.Tensor) -> list[torch.Tensor]:
@@ -53,7 +52,7 @@ class Layout:
         content = room.numpy().data
         return [
             torch.frombuffer(content, dtype=each.dtype, count=each.numel(), offset=start).view(each.shape)
-            for start, each in zip(self._starts, self._tensors, strict=True)
+            for start, each in zip(self._starts, self.tensors, strict=True)
         ]
 
 
@@ -78,12 +77,22 @@ def packed(state: Any) -> memoryview:
 def unpack(data: Any) -> Any:
     """Read the state. Its tensors are on the CPU, and have memory of their own."""
     data = memoryview(data).cast("B")
-    (count,) = COUNT.unpack_from(data)
-    head = COUNT.size + count * SIZE.size
-    sizes = [size for (size,) in SIZE.iter_unpack(data[COUNT.size : head])]
-    starts = itertools.accumulate(map(_padded, sizes), initial=_padded(head))
+    sizes = sizes_in(data)
+    starts = itertools.accumulate(map(_padded, sizes), initial=_padded(COUNT.size + len(sizes) * SIZE.size))
     content, *tensors = [data[start : start + size] for start, size in zip(starts, sizes, strict=False)]
     return pickle.loads(content, buffers=tensors)
+
+
+def assembled(begin: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Read the state whose layout has this `begin`, with tensors in the memory of these, which are
+    bytes on the CPU."""
+    return pickle.loads(memoryview(begin)[-sizes_in(begin)[0] :], buffers=tensors)
+
+
+def sizes_in(data: Any) -> list[int]:
+    """The sizes of the pickle and of each tensor."""
+    (count,) = COUNT.unpack_from(data)
+    return [size for (size,) in SIZE.iter_unpack(memoryview(data)[COUNT.size : COUNT.size + count * SIZE.size])]
 
 
 def _padded(size: int) -> int:
@@ -113,6 +122,11 @@ class _Pickler(pickle.Pickler):
         return _tensor, (self._apart, value.dtype, tuple(value.shape))
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor's values, in its own memory if it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def has_bytes(tensor: torch.Tensor) -> bool:
     """Whether the bytes in its memory are its values."""
     strange = tensor.is_nested or tensor.is_quantized or tensor.is_meta or tensor.is_conj() or tensor.is_neg()
@@ -133,6 +147,8 @@ def _on_cpu(value: torch.Tensor) -> torch.Tensor:
 
 
 def _tensor(content: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if isinstance(content, torch.Tensor):
+        return content.view(dtype).view(shape) if content.numel() else torch.empty(shape, dtype=dtype, device="cpu")
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
     if tensor.numel():
         tensor.view(-1).view(torch.uint8).numpy()[:] = numpy.frombuffer(content, numpy.uint8)
