@@ -204,6 +204,8 @@ class RecoveryLoop:
         if not self._generation.hear_from([*survivors, *self._replacements.ready_workers]):
             return
         joining = self._replacements.take(max(self._membership.target - len(survivors), 0))
+        if not (survivors or joining):  # these had only a part of a state
+            return
         try:
             formed = self._form(case, survivors, joining)
         except BaseException:  # the user's error, or Ctrl-C: these workers are alive, and one may have the only state

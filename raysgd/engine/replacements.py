@@ -186,7 +186,8 @@ class Replacements:
 
     def take(self, most: int) -> list[str]:
         """Take at most `most` ready workers, for which the group has places. If these are enough,
-        keep others as spares, and dismiss the rest."""
+        keep others as spares, and dismiss the rest, and those that have only a part of a state."""
+        self._dismiss(info for info in self._are(Stage.READY) if info.progress.undefined)
         ready = self._are(Stage.READY)
         if len(ready) >= most:
             self._dismiss(self._by_readiness()[most + self._spares :])

@@ -6,7 +6,6 @@ A trainer makes a `Call` of one of these functions, and every rank runs it with 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import astuple, replace
@@ -23,6 +22,7 @@ from raysgd.errors import shown
 from raysgd.storage.locations import Place
 from raysgd.torch.checkpoint import shard_files, states
 from raysgd.torch.checkpoint.checks import check_fits
+from raysgd.torch.checkpoint.models import packed_models
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.rank_comparison import elements_of, sums_of
@@ -45,15 +45,14 @@ def weight_sums(replica: TorchReplica) -> str:
     return sums_of(replica.operator, replica.internals.parts)
 
 
-def get_model(replica: TorchReplica) -> list[Any] | None:
-    """Make copies of the unwrapped models on the CPU and in eval mode, on rank 0. The training
-    models stay as they are."""
+def get_model(replica: TorchReplica) -> memoryview | None:
+    """Make a copy of the unwrapped models, on rank 0. The training models stay as they are."""
     first, parts = replica.rank == 0, replica.internals.parts
     if parts.shards is not None:
         saved = gathered([model.state_dict() for model in parts.models], keep=first)
         replica.control.ensure_whole()
-        return [model.eval() for model in parts.shards.full_models(saved)] if first else None
-    return [copy.deepcopy(model).cpu().eval() for model in parts.models] if first else None
+        return packed_models(parts.shards.full_models(saved)) if first else None
+    return packed_models(parts.models) if first else None
 
 
 def not_finite(replica: TorchReplica) -> str:

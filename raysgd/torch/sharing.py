@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,17 +17,42 @@ PIECE = 4 << 20
 Part = tuple[int, int, int]  # the number of a tensor, and from where to where its bytes are meant
 
 
-def share_state(state: Any, giver: int, *, takes: bool, device: torch.device, moved: Callable[[], None]) -> Any:
+def share_state(
+    state: Any, giver: int, *, takes: bool, models: Any = None, device: torch.device, moved: Callable[[], None]
+) -> Any:
     """Broadcast a state, which the rank `giver` has, through memory of this device. Return it where
-    a rank `takes` it, with tensors of its own on the CPU, and else None. All ranks call this, those
-    with an equal state, too."""
+    a rank `takes` it, and else None. All ranks call this, those with an equal state, too.
+
+    Its tensors have memory of their own on the CPU, or, for the part `models`, that of this rank's
+    states, if they are passed: then these have a part of the new ones before this returns.
+    """
     layout = packing.pack(state) if dist.get_rank() == giver else None
     begin = share_bytes(b"" if layout is None else layout.begin, giver, device=device, moved=moved)
     _, *sizes = packing.sizes_in(begin)
-    taken = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes] if takes else []
+    taken = [*_memory(models, sizes)] if takes else []
     content = taken if layout is None else list(map(packing.bytes_of, layout.tensors))
     _broadcast(content, sizes, giver, device=device, moved=moved)
-    return packing.assembled(begin, taken) if takes else None
+    found = packing.assembled(begin, taken) if takes else None
+    in_place = models is None or not takes or _kinds(found["models"]) == _kinds(models)
+    return found if in_place else copy.deepcopy(found)
+
+
+def _memory(models: Any, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+    """Yield memory for tensors of these sizes: first that of the models, if it fits."""
+    held = [] if models is None else packing.pack(models).tensors
+    fits = [each.nbytes for each in held] == sizes[: len(held)] and all(each.is_contiguous() for each in held)
+    if fits:
+        yield from map(packing.bytes_of, held)
+    for size in sizes[len(held) if fits else 0 :]:
+        yield torch.empty(size, dtype=torch.uint8, device="cpu")
+
+
+def _kinds(models: Any) -> list[Any]:
+    """What must be equal, in the same order, for tensors to be in each other's memory."""
+    return [
+        [(name, getattr(each, "dtype", 0), getattr(each, "shape", 0)) for name, each in model.items()]
+        for model in models
+    ]
 
 
 def share_bytes(data: Any, giver: int, *, device: torch.device, moved: Callable[[], None]) -> bytearray:

@@ -21,6 +21,7 @@ from raysgd.core.snapshot import Snapshot
 from raysgd.errors import CheckpointError, ConfigError, suggesting
 from raysgd.torch import replica_calls, setup
 from raysgd.torch.checkpoint import states
+from raysgd.torch.checkpoint.models import unpacked_models
 from raysgd.torch.checkpoint.sharded import ShardedLoads, save_shards
 from raysgd.torch.foreign import content_version
 from raysgd.torch.hyperparameters import plain
@@ -277,7 +278,7 @@ class TorchTrainer(TrainerBase):
         """Make a copy of the trained model, unwrapped and in eval mode; a list if there are
         several. It is on the GPU if the workers use GPUs and this process has one, unless
         `to_cpu`."""
-        models: list[Any] = self._first(replica_calls.get_model)
+        models: list[Any] = unpacked_models(self._first(replica_calls.get_model).data)
         if self.use_gpu and not to_cpu and torch.cuda.is_available():
             models = [model.cuda() for model in models]
         self._lent = WeakKeyDictionary({**self._lent, **{model: _summary(model) for model in models}})

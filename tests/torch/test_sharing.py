@@ -99,3 +99,43 @@ def test_a_rank_that_fails_leaves_the_state_of_the_others(monkeypatch: pytest.Mo
     with pytest.raises((RuntimeError, threading.BrokenBarrierError)):
         ranks.share(given, 0, takes=(1,))
     assert torch.equal(given["tied"][0], state()["tied"][0])
+
+
+def shared_models(ranks: Ranks, given: dict[str, Any], own: list[Any]) -> Any:
+    """Return what the second rank takes, in the memory of its `own` models where that is possible."""
+
+    def run(rank: int) -> Any:
+        ranks._own.rank = rank
+        options: dict[str, Any] = {"device": torch.device("cpu"), "moved": lambda: None, "takes": rank == 1}
+        return sharing.share_state(given if rank == 0 else None, 0, models=own if rank == 1 else None, **options)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, range(2)))[1]
+
+
+def test_a_new_rank_takes_weights_in_the_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"models": [{"a": torch.arange(50.0), "b": torch.ones(3)}], "optimizers": [torch.full((50,), 2.0)]}
+    own = [{"a": torch.zeros(50), "b": torch.zeros(3)}]
+    found = shared_models(Ranks(2, monkeypatch), given, own)
+    for name, value in given["models"][0].items():
+        assert torch.equal(own[0][name], value)
+        assert found["models"][0][name].data_ptr() == own[0][name].data_ptr()
+    assert torch.equal(found["optimizers"][0], given["optimizers"][0])
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"b": torch.zeros(50), "a": torch.zeros(50)},  # in another order
+        {"a": torch.zeros(50, dtype=torch.int32), "b": torch.zeros(50)},
+        {"a": torch.zeros(40), "b": torch.zeros(50)},
+        {"a": torch.zeros(10, 5).t(), "b": torch.zeros(50)},
+        {},
+    ],
+)
+def test_models_that_are_not_alike_get_no_wrong_weights(own: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"models": [{"a": torch.arange(50.0), "b": torch.arange(50.0) * 2}]}
+    (found,) = shared_models(Ranks(2, monkeypatch), given, [own])["models"]
+    held = {each.data_ptr() for each in own.values()}
+    for name, value in given["models"][0].items():
+        assert torch.equal(found[name], value) and found[name].data_ptr() not in held

@@ -74,13 +74,14 @@ def packed(state: Any) -> memoryview:
     return whole.numpy().data
 
 
-def unpack(data: Any) -> Any:
-    """Read the state. Its tensors are on the CPU, and have memory of their own."""
+def unpack(data: Any, *, in_place: bool = False) -> Any:
+    """Read the state. Its tensors are on the CPU, and have memory of their own; with `in_place`,
+    that of the data."""
     data = memoryview(data).cast("B")
     sizes = sizes_in(data)
     starts = itertools.accumulate(map(_padded, sizes), initial=_padded(COUNT.size + len(sizes) * SIZE.size))
     content, *tensors = [data[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-    return pickle.loads(content, buffers=tensors)
+    return pickle.loads(content, buffers=map(_bytes_in, tensors) if in_place else tensors)
 
 
 def assembled(begin: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -111,7 +112,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) not in (torch.Tensor, nn.Parameter):
             return NotImplemented
-        if type(value) is nn.Parameter or not _is_ordinary(value):
+        if type(value) is nn.Parameter or not is_ordinary(value):
             if value.device.type in ("cpu", "meta"):
                 return NotImplemented
             return _on_cpu(value).__reduce_ex__(5)  # the other process may not have this device
@@ -133,7 +134,7 @@ def has_bytes(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not strange
 
 
-def _is_ordinary(tensor: torch.Tensor) -> bool:
+def is_ordinary(tensor: torch.Tensor) -> bool:
     """Whether its values and shape are all that it is."""
     return has_bytes(tensor) and not tensor.requires_grad and not tensor.__dict__
 
@@ -153,6 +154,10 @@ def _tensor(content: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.T
     if tensor.numel():
         tensor.view(-1).view(torch.uint8).numpy()[:] = numpy.frombuffer(content, numpy.uint8)
     return tensor
+
+
+def _bytes_in(data: memoryview) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

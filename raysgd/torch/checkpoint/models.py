@@ -1,0 +1,50 @@
+"""Send a copy of models: what they are as a pickle, and their weights as bytes. Both."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from raysgd.torch.checkpoint import packing
+
+
+def packed_models(models: Sequence[nn.Module]) -> memoryview:
+    """A copy of the models, on the CPU and in eval mode, as bytes."""
+    from ray import cloudpickle  # their classes may be the script's own
+
+    apart = list({id(each): each for each in _apart(models)}.values())  # some are in two places
+    empty = [_empty(each) for each in apart]
+    memo: dict[int, Any] = {id(each): place for each, place in zip(apart, empty, strict=True)}
+    copied = [copy.deepcopy(model, memo).cpu().eval() for model in models]
+    return packing.packed((cloudpickle.dumps((copied, empty)), [each.detach() for each in apart]))
+
+
+def unpacked_models(data: Any) -> list[nn.Module]:
+    """The models, whose weights have the memory of the data."""
+    content, tensors = packing.unpack(data, in_place=True)
+    models, empty = pickle.loads(content)
+    for place, tensor in zip(empty, tensors, strict=True):
+        place.data = tensor
+    return list(models)
+
+
+def _apart(models: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
+    """The weights and buffers that need not be pickled: of modules that are copied in the usual
+    way."""
+    for model in models:
+        if any(hasattr(module, "__deepcopy__") for module in model.modules()):
+            continue
+        for each in (*model.parameters(), *model.buffers()):
+            usual = type(each) is nn.Parameter or (type(each) is torch.Tensor and packing.is_ordinary(each))
+            if usual and packing.has_bytes(each) and each.is_contiguous() and each.numel():
+                yield each
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
