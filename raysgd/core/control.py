@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections import deque
@@ -55,10 +56,10 @@ class Control:
     `deliver` sends a message that must not get lost, and returns when the driver has acknowledged
     it. `giving(name)` returns what sends this worker's state to those that `take` it, and
     `ask(name, question)` the driver's answer. `moved` says that a part of a state has moved.
-    `on_interrupt` is called on the control thread.
-    `begun_after` holds, for the newest steps, how many collective calls (`collectives`) had been
-    made when each began, `joined_after` of them before the first one. `ensure_whole` and
-    `is_interruption` are the backend's. Never blocks the control thread, and costs the training
+    `on_interrupt` is called on the control thread. `begun_after` holds, for the newest steps, how
+    many collective calls (`collectives`) had been made when each began, `joined_after` of them
+    before the first one. `ensure_whole` and `is_interruption` are the backend's, and `dumps`
+    pickles classes of the script, too. Never blocks the control thread, and costs the training
     thread one attribute read per batch while there is no request.
 
     The ranks agree on a planned stop in two phases. The control thread writes `stop_at` and then
@@ -91,6 +92,7 @@ class Control:
         self.collectives: Callable[[], int] = lambda: -1
         self.joined_after = 0
         self.ensure_whole: Callable[..., None] = lambda *, unless_seen=False: None
+        self.dumps: Callable[[Any], bytes] = pickle.dumps
         self.is_interruption: Callable[[BaseException], bool] = lambda error: False
         self.begun_after: deque[tuple[int, int]] = deque(maxlen=REMEMBERED_STEPS)
         self._publish = publish

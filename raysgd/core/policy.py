@@ -49,9 +49,9 @@ class Recovery:
                     and checkpoints, and in callbacks the number of its reports
     phases          seconds of its parts, of those that took any: "stop", until all ranks had
                     stopped; "wait" for machines, and for new processes to start; "leave" the old
-                    process group; "state", in which ranks receive it from others or from a
-                    snapshot; "setup" of new workers; "join" the new process group. The rest of
-                    `seconds` is the driver's own work
+                    process group; "state", in which ranks receive it from a snapshot, or through
+                    the driver; "setup" of new workers; "join" the new process group, in which ranks
+                    give it to each other. The rest of `seconds` is the driver's own work
     """
 
     reason: str

@@ -51,8 +51,8 @@ def get_model(replica: TorchReplica) -> memoryview | None:
     if parts.shards is not None:
         saved = gathered([model.state_dict() for model in parts.models], keep=first)
         replica.control.ensure_whole()
-        return packed_models(parts.shards.full_models(saved)) if first else None
-    return packed_models(parts.models) if first else None
+        return packed_models(parts.shards.full_models(saved), replica.control.dumps) if first else None
+    return packed_models(parts.models, replica.control.dumps) if first else None
 
 
 def not_finite(replica: TorchReplica) -> str:

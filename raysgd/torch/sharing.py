@@ -32,9 +32,10 @@ def share_state(
     taken = [*_memory(models, sizes)] if takes else []
     content = taken if layout is None else list(map(packing.bytes_of, layout.tensors))
     _broadcast(content, sizes, giver, device=device, moved=moved)
-    found = packing.assembled(begin, taken) if takes else None
-    in_place = models is None or not takes or _kinds(found["models"]) == _kinds(models)
-    return found if in_place else copy.deepcopy(found)
+    if not takes:
+        return None
+    found = packing.assembled(begin, taken)
+    return found if models is None or _kinds(found["models"]) == _kinds(models) else copy.deepcopy(found)
 
 
 def _memory(models: Any, sizes: Sequence[int]) -> Iterator[torch.Tensor]:

@@ -24,7 +24,7 @@ from raysgd.errors import described, explain_missing, shown, text_of
 from raysgd.workers.calls import Blob, PickledObject, unpickle
 from raysgd.workers.foreign import is_exit_of_actor
 from raysgd.workers.gpu_faults import is_out_of_memory, wait_for_memory
-from raysgd.workers.serialization import is_installed
+from raysgd.workers.serialization import dumps, is_installed
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class ReplicaHost:
         self._lacks_state = self._cut_short = False  # see `Progress`
         self._given: dict[str, Any] = {}  # what the verb "run" gets if it comes next, and without arguments
         control.collectives, control.ensure_whole = backend.collectives, backend.ensure_whole
-        control.is_interruption = backend.is_interruption
+        control.is_interruption, control.dumps = backend.is_interruption, dumps
 
     def perform(self, verb: str, arguments: dict[str, Any]) -> Outcome:
         given, self._given = self._given, {}

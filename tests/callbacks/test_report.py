@@ -87,7 +87,7 @@ def test_report_of_a_run_with_a_failure(ray_cluster: None, tmp_path: Path) -> No
         )
         assert 0 < sum(each.phases.values()) <= each.seconds + 0.001
         assert time.time() - 300 < each.time - each.seconds < each.time <= time.time()
-    assert "stop" in changes[0].phases and "state" in changes[1].phases
+    assert "stop" in changes[0].phases and "state" not in changes[1].phases, "the ranks share it when they join"
     page = read(trainer.report(tmp_path / "run.html"))
     assert (page.charts["loss"], page.charts["accuracy"]) == (5, 2)
     assert page.charts["samples per second, of each train()"] == 3

@@ -667,6 +667,7 @@ def function_plan_for(seed: int) -> FunctionPlan:
         retries=draw.choice([-1, -1, -1, -1, -1, 0, 1]),
         faults=tuple(_fault(draw, places) for _ in range(draw.choice([0, 1, 1, 2, 2, 3, 4, 6]))),
         steps=draw.randint(2, 12),
+        shares=seed % 2 == 0,
         saves=saves,
         every=draw.choice([1, 1, 2, 3]),
         keeps=draw.choice([None, 0, 1, 2]),

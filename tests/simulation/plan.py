@@ -135,7 +135,8 @@ class Plan(Printed):
     """Everything that decides a run. `seed` decides the delays, `later` when nodes are added and how large they are,
     `late` how many of the messages arrive up to half a second late, and `script` the calls of the user's script, such as
     "train" (an epoch), "train 7" and "resize 2". With `orphan_s`, the trainer has a name. With `compare`, the driver compares
-    the ranks' weights after calls, which must be equal. `retries` is how many failures a call may survive."""
+    the ranks' weights after calls, which must be equal. `retries` is how many failures a call may survive. If it `shares`
+    states, ranks give them to each other, and not through the driver."""
 
     seed: int = 0
     ranks: int = 2
@@ -155,13 +156,9 @@ class Plan(Printed):
     retries: int = -1
     max_attempts: int = 100
     orphan_s: float = 0.0
+    shares: bool = False
     script: tuple[str, ...] = ("train",)
     faults: tuple[Fault, ...] = ()
-
-    @property
-    def shares(self) -> bool:
-        """Whether the ranks give each other their states, and not through the driver."""
-        return self.seed % 2 == 0
 
     @cached_property
     def elastic(self) -> ElasticConfig:
@@ -215,6 +212,7 @@ def plan_for(seed: int) -> Plan:
         spares=draw.choice([0, 0, 1, 2]) if grow else 0,
         snapshot_every=draw.choice(["epoch", "epoch", 1, 3, None]),
         compare=compare,
+        shares=seed % 2 == 0,
         retries=draw.choice([-1, -1, -1, -1, -1, 0, 1, 2]),
         script=_script(draw, ranks, places),
         faults=faults,

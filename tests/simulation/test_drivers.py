@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -227,6 +228,7 @@ def test_schedules_of_faults_break_no_guarantee() -> None:
 def test_what_was_found_once_stays_fixed(plan: Plan) -> None:
     result = run(plan)
     assert result.error is None and result.struck
+    assert run(replace(plan, shares=True)).error is None
 
 
 def test_training_continues_in_the_middle_of_the_epoch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -52,6 +53,7 @@ def test_what_was_found_once_stays_fixed(plan: FunctionPlan) -> None:
     result = run_function(plan)
     assert result.error is None
     assert result.struck.total() == len(plan.faults)
+    assert run_function(replace(plan, shares=True)).error is None
 
 
 def test_the_ranks_continue_from_the_newest_checkpoint_after_a_failure() -> None:

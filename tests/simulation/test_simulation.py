@@ -7,7 +7,9 @@ import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -309,6 +311,7 @@ def test_schedules_of_faults_break_no_guarantee() -> None:
 def test_what_was_found_once_stays_fixed(plan: Plan) -> None:
     result = run(plan)
     assert result.error is None and result.struck
+    assert run(replace(plan, shares=True)).error is None
 
 
 def test_training_may_continue_from_a_snapshot_of_a_worker_whose_connection_was_lost() -> None:
@@ -412,15 +415,16 @@ def test_calls_are_run_again_if_a_spare_with_an_older_state_is_left(monkeypatch:
     monkeypatch.setattr(Script, "_until_done", once)
     faults = (
         Fault("kill", "applied"),
-        Fault("cancel", "in agreement"),
+        Fault("cancel", "in agreement", 4),
         Fault("lose", "applied", 5, others=2, seconds=4.0),
         Fault("kill", "applied", 10),
     )
     script = ("train", "resize 1", "train", "train")
     result = run(
-        Plan(22, nodes=(2, 2), samples=7, step_s=0.3, late=0.1, spares=1, script=script, faults=faults), tracing=True
+        Plan(4, nodes=(2, 2), samples=7, step_s=0.3, late=0.1, spares=1, script=script, faults=faults), tracing=True
     )
     assert result.error is None and sum("<- run train" in line for line in result.trace) == 6
+    assert any("<- load" in line for line in result.trace)
 
 
 def test_new_workers_with_the_only_state_are_kept_if_they_cannot_connect(
@@ -430,12 +434,12 @@ def test_new_workers_with_the_only_state_are_kept_if_they_cannot_connect(
     training continued from the snapshot. The log says what happened."""
     original, calls = Generation._rendezvous, itertools.count(1)
 
-    def rendezvous(self: Generation, workers: list[str]) -> bool:
+    def rendezvous(self: Generation, workers: list[str], *given: Any) -> bool:
         number, self._failures = next(calls), {}
         if number == 3:  # the growth, after a recovery
             assert len(workers) == 3
             self._table.group.workers[workers[0]].die()  # type: ignore[attr-defined]
-        return number != 4 and original(self, workers)
+        return number != 4 and original(self, workers, *given)
 
     monkeypatch.setattr(Generation, "_rendezvous", rendezvous)
     faults = (Fault("kill", "applied", 12, others=1),)

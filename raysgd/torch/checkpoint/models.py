@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +13,14 @@ from torch import nn
 from raysgd.torch.checkpoint import packing
 
 
-def packed_models(models: Sequence[nn.Module]) -> memoryview:
-    """A copy of the models, on the CPU and in eval mode, as bytes."""
-    from ray import cloudpickle  # their classes may be the script's own
-
+def packed_models(models: Sequence[nn.Module], dumps: Callable[[Any], bytes]) -> memoryview:
+    """A copy of the models, on the CPU and in eval mode, as bytes. `dumps` pickles their classes,
+    too, which can be the script's own."""
     apart = list({id(each): each for each in _apart(models)}.values())  # some are in two places
     empty = [_empty(each) for each in apart]
     memo: dict[int, Any] = {id(each): place for each, place in zip(apart, empty, strict=True)}
     copied = [copy.deepcopy(model, memo).cpu().eval() for model in models]
-    return packing.packed((cloudpickle.dumps((copied, empty)), [each.detach() for each in apart]))
+    return packing.packed((dumps((copied, empty)), [each.detach() for each in apart]))
 
 
 def unpacked_models(data: Any) -> list[nn.Module]:

@@ -42,7 +42,7 @@ class Own(nn.Module):
 
 
 def sent(*given: nn.Module) -> list[Any]:
-    return models.unpacked_models(bytearray(models.packed_models(given)))
+    return models.unpacked_models(bytearray(models.packed_models(given, pickle.dumps)))
 
 
 def described(model: nn.Module) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def test_it_is_what_a_deep_copy_is() -> None:
 
 def test_weights_are_not_in_the_pickle() -> None:
     large = nn.Linear(512, 512)
-    content, tensors = packing.unpack(models.packed_models([large]))
+    content, tensors = packing.unpack(models.packed_models([large], pickle.dumps))
     assert len(content) < 10_000 and sum(each.nbytes for each in tensors) == 4 * (512 * 512 + 512)
 
 
