@@ -85,6 +85,7 @@ class HorovodBackend(Ranks):
     from all ranks (an order of samples, a TorchMetrics value), and in Horovod, for gradients. The
     process group comes first, so that all ranks are alive when they call `hvd.init()`."""
 
+    shares = True
     needs_offers = False
 
     def __init__(self, *, host: str = "127.0.0.1", join_s: float = 60.0, collective_s: float = 540.0) -> None:
