@@ -94,11 +94,10 @@ class Replica(Protocol):
     def load(self, data: bytes) -> None:
         """Worker: take the state of another replica."""
 
-    def share_state(self, giver: int, *, takes: bool, is_new: bool, moved: Callable[[], None]) -> None:
+    def share_state(self, giver: int, *, takes: bool, is_new: bool) -> None:
         """Worker: let the rank `giver` of the generation that was just joined send its state, by
         collective calls that all ranks make, and take it if this one `takes` it: all or nothing.
-        One that `is_new` may have none instead: then its progress is undefined. Call `moved` for
-        each part."""
+        One that `is_new` may have none instead: then its progress is undefined."""
 
     def close(self) -> None:
         """Worker: release files, threads and loaders."""

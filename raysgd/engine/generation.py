@@ -323,7 +323,8 @@ class Generation:
             self._backend.plan([])
             self.interrupt(workers)
 
-        return self._all_ok(self._ask(workers, "join", given.__getitem__, self.limits.join_s + 10, on_trouble=cancel))
+        limit_s = self.limits.join_s + 10 + (self.limits.setup_s if behind else 0.0)
+        return self._all_ok(self._ask(workers, "join", given.__getitem__, limit_s, on_trouble=cancel))
 
     def _collect_offers(self, workers: Sequence[str]) -> list[dict[str, Any]] | None:
         """Return what the backend needs from each worker to plan, or None if one has failed."""

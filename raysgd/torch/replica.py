@@ -204,14 +204,13 @@ class TorchReplica(ReplicaBase):
         self._continues_script = False
         self._take(packing.unpack(data))
 
-    def share_state(self, giver: int, *, takes: bool, is_new: bool, moved: Callable[[], None]) -> None:
+    def share_state(self, giver: int, *, takes: bool, is_new: bool) -> None:
         models = None
         if takes and is_new:  # then the models need no memory twice
             self.undefined, models = True, [model.state_dict() for model in self.internals.parts.models]
         device = torch.device("cpu") if dist.get_backend() == "gloo" else self.operator.device
         state = self.state_for_peers() if dist.get_rank() == giver else None
-        taken = sharing.share_state(state, giver, takes=takes, models=models, device=device, moved=moved)
-        self.control.ensure_whole()
+        taken = sharing.share_state(state, giver, takes=takes, models=models, device=device, control=self.control)
         if takes:
             self._continues_script = False
             self._take(taken)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from raysgd.core.control import Control
 from raysgd.torch.checkpoint import packing
 
 # Of one broadcast: a part that takes longer than the limit of a hang would be one, at some megabits a second.
@@ -18,7 +19,7 @@ Part = tuple[int, int, int]  # the number of a tensor, and from where to where i
 
 
 def share_state(
-    state: Any, giver: int, *, takes: bool, models: Any = None, device: torch.device, moved: Callable[[], None]
+    state: Any, giver: int, *, takes: bool, models: Any = None, device: torch.device, control: Control
 ) -> Any:
     """Broadcast a state, which the rank `giver` has, through memory of this device. Return it where
     a rank `takes` it, and else None. All ranks call this, those with an equal state, too.
@@ -27,11 +28,11 @@ def share_state(
     states, if they are passed: then these have a part of the new ones before this returns.
     """
     layout = packing.pack(state) if dist.get_rank() == giver else None
-    begin = share_bytes(b"" if layout is None else layout.begin, giver, device=device, moved=moved)
+    begin = share_bytes(b"" if layout is None else layout.begin, giver, device=device, control=control)
     _, *sizes = packing.sizes_in(begin)
     taken = [*_memory(models, sizes)] if takes else []
     content = taken if layout is None else list(map(packing.bytes_of, layout.tensors))
-    _broadcast(content, sizes, giver, device=device, moved=moved)
+    _broadcast(content, sizes, giver, device=device, control=control)
     if not takes:
         return None
     found = packing.assembled(begin, taken)
@@ -56,15 +57,16 @@ def _kinds(models: Any) -> list[Any]:
     ]
 
 
-def share_bytes(data: Any, giver: int, *, device: torch.device, moved: Callable[[], None]) -> bytearray:
+def share_bytes(data: Any, giver: int, *, device: torch.device, control: Control) -> bytearray:
     """Broadcast bytes, and return them on all ranks."""
     size = torch.tensor([len(data)], device=device)
     dist.broadcast(size, giver)
+    control.ensure_whole()
     found = bytearray(int(size))
     if dist.get_rank() == giver:
         found[:] = data
     if found:
-        _broadcast([torch.frombuffer(found, dtype=torch.uint8)], [len(found)], giver, device=device, moved=moved)
+        _broadcast([torch.frombuffer(found, dtype=torch.uint8)], [len(found)], giver, device=device, control=control)
     return found
 
 
@@ -74,7 +76,7 @@ def _broadcast(
     giver: int,
     *,
     device: torch.device,
-    moved: Callable[[], None],
+    control: Control,
 ) -> None:
     """Broadcast the bytes that `content` has on the rank `giver` to the memory that it has on
     others, where it may be empty: those of small tensors together."""
@@ -91,7 +93,8 @@ def _broadcast(
             dist.broadcast(piece, giver)
             for place, each in zip(places, slices, strict=True) if not gives else ():
                 each.copy_(place)
-        moved()
+        control.moved()
+    control.ensure_whole()
 
 
 def pieces(sizes: Sequence[int]) -> Iterator[list[Part]]:

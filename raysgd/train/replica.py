@@ -275,10 +275,8 @@ class FunctionReplica:
     def state(self) -> bytes:
         return self._codec.dumps((self._run_number, self._commit.kept))
 
-    def share_state(self, giver: int, *, takes: bool, is_new: bool, moved: Callable[[], None]) -> None:
-        share = import_module("raysgd.train.torch_function").share_bytes
-        data = share(self.state, giver, moved=moved)
-        self._control.ensure_whole()
+    def share_state(self, giver: int, *, takes: bool, is_new: bool) -> None:
+        data = import_module("raysgd.train.torch_function").share_bytes(self.state, giver, self._control)
         if takes:
             self.load(data)
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd.core.control import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.torch import sharing
 from raysgd.torch.devices import OffersGpus, see_gpus, shared_gpus
@@ -41,10 +42,10 @@ class TorchFunctionBackend(OffersGpus, TorchBackend):
         super().join(rank_info, settings)
 
 
-def share_bytes(make: Callable[[], bytes], giver: int, *, moved: Callable[[], None]) -> bytearray:
+def share_bytes(make: Callable[[], bytes], giver: int, control: Control) -> bytearray:
     """Broadcast the bytes that the rank `giver` makes."""
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    return sharing.share_bytes(make() if dist.get_rank() == giver else b"", giver, device=device, moved=moved)
+    return sharing.share_bytes(make() if dist.get_rank() == giver else b"", giver, device=device, control=control)
 
 
 def environment(rank_info: RankInfo, settings: dict[str, Any]) -> dict[str, str]:

@@ -65,9 +65,8 @@ def probe_gcs(address: str, limit_s: float) -> str:
             until = time.monotonic() + limit_s
             while True:
                 ended = process.poll() is not None
-                text = os.pread(output.fileno(), 1 << 20, 0).decode(
-                    errors="replace"
-                )  # the process has the same position
+                content = os.pread(output.fileno(), 1 << 20, 0)  # the process has the same position in the file
+                text = content.decode(errors="replace")
                 if found := PROBED.search(text):
                     return found["end"] or ("token" if found["token"] else "it does not answer")
                 if ended:

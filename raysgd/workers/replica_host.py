@@ -183,7 +183,7 @@ class ReplicaHost:
         self._control.joined_after = 0
         self._backend.join(rank_info, settings)
         if giver is not None and self._replica is not None:
-            self._replica.share_state(giver, takes=takes, is_new=self._lacks_state, moved=self._control.moved)
+            self._replica.share_state(giver, takes=takes, is_new=self._lacks_state)
             self._lacks_state, self._cut_short = self._lacks_state and not takes, self._cut_short and not takes
         self._joined(rank_info)
 

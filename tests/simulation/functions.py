@@ -399,8 +399,8 @@ class FunctionScript:
         patch.setattr(replica, "signal", signals)
         patch.setattr(session_functions, "_running", _Sessions(self._main))
 
-        def share(*given: Any, **moved: Any) -> Any:
-            return self._main().worker.share(*given, **moved)
+        def share(make: Callable[[], bytes], giver: int, control: Any) -> Any:
+            return self._main().worker.share(make, giver)
 
         patch.setattr(torch_function, "share_bytes", share)
 

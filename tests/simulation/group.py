@@ -249,7 +249,7 @@ class Worker(Process):
         self.checker.orphan_ends(self)
         self.die("no driver has come")
 
-    def share(self, make: Callable[[], Any], giver: int, *, moved: Callable[[], None]) -> Any:
+    def share(self, make: Callable[[], Any], giver: int) -> Any:
         """Take part in three broadcasts of what this rank makes, which is complete with the last one."""
         content = None
         for part in range(3):
@@ -259,7 +259,7 @@ class Worker(Process):
             self.point("state" if gives else "load")
             given = make() if gives and not part else content
             content = group.collective(self, given, self.backend.collective_s)[giver]
-            moved()
+            self.client.control.moved()
         return content
 
     def free(self) -> None:

@@ -263,9 +263,9 @@ class SimReplica:
         self._worker.point("state_dict")
         return memoryview(self._state())
 
-    def share_state(self, giver: int, *, takes: bool, is_new: bool, moved: Callable[[], None]) -> None:
+    def share_state(self, giver: int, *, takes: bool, is_new: bool) -> None:
         self.undefined = self.undefined or (takes and is_new)
-        content = self._worker.share(self.state, giver, moved=moved)
+        content = self._worker.share(self.state, giver)
         if takes:
             self.load(content)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from raysgd.core.control import Control
 from raysgd.torch import sharing
 
 PIECE = 64
@@ -46,7 +47,9 @@ class Ranks:
             def note() -> None:
                 moved[rank] += 1
 
-            return sharing.share_state(own, giver, moved=note, **options)
+            control = Control()
+            control.moved = note
+            return sharing.share_state(own, giver, control=control, **options)
 
         with ThreadPoolExecutor(self._count) as pool:
             return list(pool.map(run, range(self._count))), moved
@@ -106,7 +109,7 @@ def shared_models(ranks: Ranks, given: dict[str, Any], own: list[Any]) -> Any:
 
     def run(rank: int) -> Any:
         ranks._own.rank = rank
-        options: dict[str, Any] = {"device": torch.device("cpu"), "moved": lambda: None, "takes": rank == 1}
+        options: dict[str, Any] = {"device": torch.device("cpu"), "control": Control(), "takes": rank == 1}
         return sharing.share_state(given if rank == 0 else None, 0, models=own if rank == 1 else None, **options)
 
     with ThreadPoolExecutor(2) as pool:
