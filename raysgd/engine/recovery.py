@@ -203,9 +203,9 @@ class RecoveryLoop:
         """Try once to form a generation of the survivors and the replacements that are ready."""
         if not self._generation.hear_from([*survivors, *self._replacements.ready_workers]):
             return
-        joining = self._replacements.take(max(self._membership.target - len(survivors), 0))
-        if not (survivors or joining):  # these had only a part of a state
+        if self._replacements.dismiss_torn():  # then decide again
             return
+        joining = self._replacements.take(max(self._membership.target - len(survivors), 0))
         try:
             formed = self._form(case, survivors, joining)
         except BaseException:  # the user's error, or Ctrl-C: these workers are alive, and one may have the only state

@@ -186,8 +186,7 @@ class Replacements:
 
     def take(self, most: int) -> list[str]:
         """Take at most `most` ready workers, for which the group has places. If these are enough,
-        keep others as spares, and dismiss the rest, and those that have only a part of a state."""
-        self._dismiss(info for info in self._are(Stage.READY) if info.progress.undefined)
+        keep others as spares, and dismiss the rest."""
         ready = self._are(Stage.READY)
         if len(ready) >= most:
             self._dismiss(self._by_readiness()[most + self._spares :])
@@ -196,6 +195,13 @@ class Replacements:
         for worker in taken:
             self._table.set_stage(worker, Stage.JOINING)
         return taken
+
+    def dismiss_torn(self) -> bool:
+        """Dismiss those that are ready and have only a part of a state. Return whether there were
+        any."""
+        torn = [info for info in self._are(Stage.READY) if info.progress.undefined]
+        self._dismiss(torn)
+        return bool(torn)
 
     def take_back(self, workers: Iterable[str]) -> None:
         """Take back workers whose generation was not formed. Some can join another one."""
