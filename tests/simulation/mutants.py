@@ -507,6 +507,17 @@ def give_new_workers_no_state(patch: Patch) -> None:
 
 
 @mutant
+def share_no_state(patch: Patch) -> None:
+    original = Generation._rendezvous
+    patch.setattr(Generation, "_rendezvous", lambda self, workers, *_: original(self, workers, "", []))
+
+
+@mutant
+def keep_workers_with_a_part_of_a_state(patch: Patch) -> None:
+    patch.setattr(Replacements, "dismiss_torn", lambda self: False)
+
+
+@mutant
 def forget_the_rest_of_a_call_that_has_ended(patch: Patch) -> None:
     patch.setattr(Engine, "_run_again", lambda self, running: None)
 

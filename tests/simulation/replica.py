@@ -264,7 +264,8 @@ class SimReplica:
         return memoryview(self._state())
 
     def share_state(self, giver: int, *, takes: bool, is_new: bool) -> None:
-        self.undefined = self.undefined or (takes and is_new)
+        if takes and is_new:  # it has a part of the other state until it has all
+            self.steps, self.weights, self.undefined = [], -1, True
         content = self._worker.share(self.state, giver)
         if takes:
             self.load(content)
