@@ -259,8 +259,12 @@ class KeepBatch(Policy):
         return self._feed is not None and self._feed.rank_info.world_rank == 0
 
     def _say(self, found: Violation | None) -> None:
-        """Log, once, what does not follow the contract."""
-        if found is not None and self._leads and not self._said:
+        """Log what does not follow the contract."""
+        if self._leads:
+            self._log(found)
+
+    def _log(self, found: Violation | None) -> None:
+        if found is not None and not self._said:
             self._said = True
             logger.warning("%s", notice(found, self._all_parts))
 
@@ -269,8 +273,11 @@ class KeepBatch(Policy):
     def joined(self, rank_info: RankInfo) -> None:
         """Agree with the other ranks of a new generation."""
         if self._elastic.batch == "auto" and self.why is None and not rank_info.solo:
+            knew = self.position.contract is not None
             every = gathered_objects(self.position.contract, self._parts.control)
             self.position.contract = max((each for each in every if each is not None), default=None)
+            if not knew and rank_info.world_rank == 0:  # another rank has found it, and so stopped this one
+                self._log(self._reason)
 
     def loaded(self) -> None:
         """Check a step again, because a checkpoint was loaded, which other code may have
