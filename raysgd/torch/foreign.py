@@ -155,6 +155,22 @@ def set_collective_limit(seconds: float) -> None:
         dist.distributed_c10d._set_pg_timeout(limit)
 
 
+@contextlib.contextmanager
+def gloo_within(seconds: float) -> Iterator[None]:
+    """A context in which each call of a default group of gloo may take so long, or less."""
+    group = dist.group.WORLD
+    if group is None or dist.get_backend() != "gloo":
+        yield
+        return
+    before: datetime.timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    set_collective_limit(min(seconds, before.total_seconds()))
+    try:
+        yield
+    finally:
+        if dist.group.WORLD is group:
+            set_collective_limit(before.total_seconds())
+
+
 def abort_groups(found: Sequence[Any]) -> None:
     """End the calls of NCCL in these process groups. torch still knows the groups afterwards, and
     raises its error for a broken one when they are used.

@@ -11,9 +11,11 @@ import torch.distributed as dist
 
 from raysgd.core.control import Control
 from raysgd.torch.checkpoint import packing
+from raysgd.torch.foreign import gloo_within
 
-# Of one broadcast: a part that takes longer than the limit of a hang would be one, at some megabits a second.
-PIECE = 4 << 20
+# Of one broadcast: a part that takes longer than the limit of a hang would be one, at some megabits a second. If a peer dies in one,
+# gloo can forget the call of another rank (docs/design/gloo-lost-send.md), which ends then.
+PIECE, PIECE_S = 4 << 20, 60.0
 
 Part = tuple[int, int, int]  # the number of a tensor, and from where to where its bytes are meant
 
@@ -32,7 +34,8 @@ def share_state(
     _, *sizes = packing.sizes_in(begin)
     taken = [*_memory(models, sizes)] if takes else []
     content = taken if layout is None else list(map(packing.bytes_of, layout.tensors))
-    _broadcast(content, sizes, giver, device=device, control=control)
+    with gloo_within(PIECE_S):
+        _broadcast(content, sizes, giver, device=device, control=control)
     if not takes:
         return None
     found = packing.assembled(begin, taken)
@@ -60,13 +63,15 @@ def _kinds(models: Any) -> list[Any]:
 def share_bytes(data: Any, giver: int, *, device: torch.device, control: Control) -> bytearray:
     """Broadcast bytes, and return them on all ranks."""
     size = torch.tensor([len(data)], device=device)
-    dist.broadcast(size, giver)
-    control.ensure_whole()
-    found = bytearray(int(size))
-    if dist.get_rank() == giver:
-        found[:] = data
-    if found:
-        _broadcast([torch.frombuffer(found, dtype=torch.uint8)], [len(found)], giver, device=device, control=control)
+    with gloo_within(PIECE_S):
+        dist.broadcast(size, giver)
+        control.ensure_whole()
+        found = bytearray(int(size))
+        if dist.get_rank() == giver:
+            found[:] = data
+        if found:
+            content = [torch.frombuffer(found, dtype=torch.uint8)]
+            _broadcast(content, [len(found)], giver, device=device, control=control)
     return found
 
 

@@ -1,14 +1,18 @@
 """Planned changes (growth, preemption notices, spares): no batch is lost or repeated. tests/local has `resize`."""
 
 import os
+import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from raysgd import ConfigError, ElasticConfig
-from tests.faults import Fault, Ground, LedgerOperator, until
+from tests.faults import Fault, Ground, LedgerOperator, once, until
 from tests.peek import ready_replacements, set_limits
 
 pytestmark = pytest.mark.elastic
@@ -49,6 +53,39 @@ def test_a_replacement_joins_in_the_middle_of_an_epoch(ground: Ground) -> None:
     assert (failure.reason, growth.reason) == ("worker death", "growth")
     assert (growth.world_size_before, growth.world_size_after) == (2, 3)
     assert growth.in_place and growth.batches_redone == 0
+
+
+def die_in_a_share(mark: Path, who: str) -> None:
+    """Let this process die, once, when ranks share a state, after some of its parts."""
+    from raysgd.torch import sharing
+
+    calls: list[int] = []
+
+    def broadcast(part: Any, giver: int) -> None:
+        calls.append(giver)
+        rank, last = dist.get_rank(), dist.get_world_size() - 1
+        place = {giver: "giver", last: "taker"}.get(rank, "third")
+        if place == who and len(calls) % 4 == 0 and once(mark):
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.broadcast(part, giver)
+
+    more: Any = {"PIECE": 256, "dist": SimpleNamespace(broadcast=broadcast, get_rank=dist.get_rank)}
+    vars(sharing).update(more)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("who", ["giver", "taker", "third"])
+def test_a_worker_dies_while_a_state_is_shared(ray_cluster: None, who: str, tmp_path: Path) -> None:
+    mark = tmp_path / "died"
+    ground = Ground(tmp_path / "marks", num_workers=3, initialization_hook=partial(die_in_a_share, mark, who))
+    with ground.trainer as trainer:
+        trainer.train()
+        ground.assert_epoch_exact()
+        ground.arm(Fault(1, 3))
+        for _ in until(lambda: mark.exists() and trainer.world_size == 3 and len(trainer.recoveries) >= 3):
+            trainer.train()
+            ground.assert_epoch_exact()
+        assert all(each.in_place and each.batches_redone == 0 for each in trainer.recoveries)
 
 
 def test_resized_is_called_for_every_change(ground: Ground) -> None:
