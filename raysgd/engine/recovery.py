@@ -203,8 +203,8 @@ class RecoveryLoop:
         """Try once to form a generation of the survivors and the replacements that are ready."""
         if not self._generation.hear_from([*survivors, *self._replacements.ready_workers]):
             return
-        if self._replacements.dismiss_torn():  # then decide again
-            return
+        if (not survivors or self._lack_state(case, survivors)) and self._replacements.dismiss_torn():
+            return  # and decide again, because none could give these a whole state
         joining = self._replacements.take(max(self._membership.target - len(survivors), 0))
         try:
             formed = self._form(case, survivors, joining)
