@@ -231,12 +231,12 @@ class GiveState(Message):
 
 @dataclass(frozen=True)
 class TakeState(Message):
-    """The worker asks for the state that another worker, or the driver, gives. `State` follows."""
+    """The worker asks for a state. `State` follows."""
 
 
 @dataclass(frozen=True)
 class State(Message):
-    """The driver passes the state on, while it arrives. Body: the state."""
+    """The driver sends a state, which is the body."""
 
 
 @dataclass(frozen=True)

@@ -359,14 +359,14 @@ class Generation:
     def _ask(
         self,
         workers: Sequence[str],
-        verb: str | Mapping[str, str],
+        verb: str,
         arguments: Mapping[str, Any] | Callable[[str], Mapping[str, Any]],
         limit_s: float,
         on_trouble: Callable[[], None] = lambda: None,
         phase: str = "state",
     ) -> dict[str, Outcome]:
         table, number, began = self._table, self.number, self._table.clock()
-        phase = PHASE_OF.get(verb, phase) if isinstance(verb, str) else phase
+        phase = PHASE_OF.get(verb, phase)
         try:
             return ask(table, workers, verb, arguments, limit_s=limit_s, generation=number, on_trouble=on_trouble)
         finally:

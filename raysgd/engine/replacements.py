@@ -167,7 +167,7 @@ class Replacements:
             self.failure = outcome if isinstance(outcome, Failed) else None
             self._drop(info, f"its set-up failed: {story}")
         elif self._table.clock() - info.moved_at > self._setup_s:
-            stories = collect_unfinished(self._table, [info.worker], {info.worker: "warm"}, self._setup_s)
+            stories = collect_unfinished(self._table, [info.worker], "warm", self._setup_s)
             story = stories.get(info.worker, "")
             self.unfinished = info.unfinished
             self._drop(info, story or f"its set-up took longer than {self._setup_s:g} s")
@@ -175,7 +175,7 @@ class Replacements:
             end_if_silent(self._table, info.worker, "warm")
             if self._table.clock() - info.moved_at > self._setup_s * WARN_PART and info.worker not in self._warned:
                 self._warned.add(info.worker)
-                warn_of_slow(self._table, [info.worker], {info.worker: "warm"}, self._setup_s)
+                warn_of_slow(self._table, [info.worker], "warm", self._setup_s)
 
     def _set_ready(self, worker: str) -> None:
         self._table.set_stage(worker, Stage.READY)

@@ -33,23 +33,22 @@ WARN_PART = 0.1  # of the limit of a set-up
 def ask(
     table: WorkerTable,
     workers: Iterable[str],
-    verb: str | Mapping[str, str],
+    verb: str,
     arguments: Mapping[str, Any] | Callable[[str], Mapping[str, Any]],
     *,
     limit_s: float,
     generation: int = 0,
     on_trouble: Callable[[], None] = lambda: None,
 ) -> dict[str, Outcome]:
-    """Make one call on several workers (`verb` can be one for each), and wait for it. `on_trouble`
-    is called once, when one fails or is late: peers may wait for it."""
+    """Make one call on several workers and wait for it. `on_trouble` is called once, when one fails
+    or is late: peers may wait for it."""
     calls, workers = table.open_calls(on_trouble), list(workers)
-    verbs = dict.fromkeys(workers, verb) if isinstance(verb, str) else verb
     shared = {} if callable(arguments) else dict(arguments)
     try:
         for worker in workers:
             given = dict(arguments(worker)) if callable(arguments) else shared
-            calls.expect(worker, table.group.submit(worker, verbs[worker], given, generation=generation))
-        limit = TimeLimit(table, verbs, limit_s)
+            calls.expect(worker, table.group.submit(worker, verb, given, generation=generation))
+        limit = TimeLimit(table, verb, limit_s)
         calls.collect()
         while calls.running:
             table.pump(LOOK_S)  # first, as this notices if the process was stopped while it asked
@@ -65,8 +64,8 @@ class TimeLimit:
     """Watches calls of which each must end within `limit_s`, or move data. A worker whose call does
     not, or whose process is stopped, is killed, and counts as failed."""
 
-    def __init__(self, table: WorkerTable, verbs: Mapping[str, str], limit_s: float) -> None:
-        self._table, self._verbs, self._limit_s = table, verbs, limit_s
+    def __init__(self, table: WorkerTable, verb: str, limit_s: float) -> None:
+        self._table, self._verb, self._limit_s = table, verb, limit_s
         self._given_up_at: dict[str, float] = {}  # of those that were killed
         self._look_at = table.clock()
         self._warn_at = table.clock() + limit_s * WARN_PART
@@ -76,13 +75,12 @@ class TimeLimit:
         table = self._table
         if table.clock() >= self._warn_at:
             self._warn_at = math.inf
-            warn_of_slow(
-                table, [worker for worker in running if self._verbs[worker] in USERS_PART], self._verbs, self._limit_s
-            )
+            if self._verb in USERS_PART:
+                warn_of_slow(table, list(running), self._verb, self._limit_s)
         if table.clock() >= self._look_at:
             self._look_at = table.clock() + LOOK_S
             for worker in list(running):
-                end_if_silent(table, worker, self._verbs[worker])
+                end_if_silent(table, worker, self._verb)
         over_s = {w: table.clock() - self._given_up_at.get(w, table[w].moved_at + self._limit_s) for w in running}
         if max(over_s.values()) <= 0:
             return False
@@ -98,16 +96,16 @@ class TimeLimit:
         remaining = [worker for worker in late if table[worker].killed_for is None]
         table.end_unreported(worker for worker in late if worker not in remaining)
         silent = [worker for worker in remaining if table.silent_for(worker) > SILENT_S]
-        for worker, story in collect_unfinished(table, silent or remaining, self._verbs, self._limit_s).items():
+        for worker, story in collect_unfinished(table, silent or remaining, self._verb, self._limit_s).items():
             table.kill(worker, "hang", story)
 
 
-def warn_of_slow(table: WorkerTable, workers: Sequence[str], verbs: Mapping[str, str], limit_s: float) -> None:
+def warn_of_slow(table: WorkerTable, workers: Sequence[str], verb: str, limit_s: float) -> None:
     """Log where workers are whose set-up has taken a tenth of its limit: those that block the
     others."""
     reports = ask_for_stacks(table, workers)
     for worker in blocking_ranks(reports) or list(reports):
-        logger.warning("%s", describe_slow(reports[worker], verbs[worker], limit_s * WARN_PART, limit_s))
+        logger.warning("%s", describe_slow(reports[worker], verb, limit_s * WARN_PART, limit_s))
 
 
 def end_if_silent(table: WorkerTable, worker: str, verb: str) -> None:
@@ -116,20 +114,18 @@ def end_if_silent(table: WorkerTable, worker: str, verb: str) -> None:
         table.kill(worker, "hang", describe_unfinished(report_of(table, worker, None), verb, table.silent_s))
 
 
-def collect_unfinished(
-    table: WorkerTable, workers: Sequence[str], verbs: Mapping[str, str], limit_s: float
-) -> dict[str, str]:
+def collect_unfinished(table: WorkerTable, workers: Sequence[str], verb: str, limit_s: float) -> dict[str, str]:
     """Say, for each of these workers that is still busy, what it did not finish in time, and where
     it is. Workers that block the others come first."""
     reports = ask_for_stacks(table, workers)
     blocking = blocking_ranks(reports) or list(reports)
     waiting = [worker for worker in reports if worker not in blocking]
     first = ", ".join(f"rank {reports[worker].rank}" for worker in blocking)
-    stories = {worker: describe_unfinished(reports[worker], verbs[worker], limit_s) for worker in blocking}
+    stories = {worker: describe_unfinished(reports[worker], verb, limit_s) for worker in blocking}
     for worker in blocking:
         if reports[worker].stack is not None:
             table.set_unfinished(worker, stories[worker])
-    return stories | {worker: f"waited for {first} in '{verbs[worker]}' for {limit_s:g} s" for worker in waiting}
+    return stories | {worker: f"waited for {first} in '{verb}' for {limit_s:g} s" for worker in waiting}
 
 
 def ask_for_stacks(table: WorkerTable, workers: Sequence[str]) -> dict[str, RankReport]:

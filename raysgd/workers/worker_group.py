@@ -13,8 +13,9 @@ from raysgd.workers.events import Event
 
 
 class TransferProtocol(Protocol):
-    """A state or a checkpoint on its way: a worker gives it (the verb "state"), or the driver, and
-    others take it ("load"). `close` interrupts workers that wait in one of these calls."""
+    """A state or a checkpoint on its way: a worker gives it to the driver (the verb "state"), or
+    workers take it from there ("load"). `close` interrupts workers that wait in one of these
+    calls."""
 
     name: str
     opened: bool  # whether a worker has begun to give or take it

@@ -19,28 +19,28 @@ class Ranks:
     """Broadcasts between threads, and how many bytes each call had."""
 
     def __init__(self, count: int, patch: pytest.MonkeyPatch) -> None:
-        self._own, self._barrier = threading.local(), threading.Barrier(count, timeout=60)
+        self.own, self.barrier = threading.local(), threading.Barrier(count, timeout=60)
         self._sent: Any = None
         self.sizes: list[int] = []
         self._count = count
-        patch.setattr(sharing.dist, "get_rank", lambda: self._own.rank)
-        patch.setattr(sharing.dist, "broadcast", self._broadcast)
+        patch.setattr(sharing.dist, "get_rank", lambda: self.own.rank)
+        patch.setattr(sharing.dist, "broadcast", self.broadcast)
         patch.setattr(sharing, "PIECE", PIECE)
 
-    def _broadcast(self, tensor: torch.Tensor, giver: int) -> None:
-        if self._own.rank == giver:
+    def broadcast(self, tensor: torch.Tensor, giver: int) -> None:
+        if self.own.rank == giver:
             self._sent = tensor.clone()
             self.sizes.append(tensor.nbytes)
-        self._barrier.wait()
+        self.barrier.wait()
         tensor.copy_(self._sent)
-        self._barrier.wait()
+        self.barrier.wait()
 
     def share(self, state: Any, giver: int, takes: tuple[int, ...], device: str = "cpu") -> tuple[list[Any], list[int]]:
         """Return what each rank gets, and how often each has said that something has moved."""
         moved = [0] * self._count
 
         def run(rank: int) -> Any:
-            self._own.rank = rank
+            self.own.rank = rank
             own = state if rank == giver else None
             options: dict[str, Any] = {"device": torch.device(device), "takes": rank in takes}
 
@@ -88,12 +88,12 @@ def test_small_tensors_travel_together_and_large_ones_in_pieces(monkeypatch: pyt
 def test_a_rank_that_fails_leaves_the_state_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is loaded of a part: the error comes before anything is returned."""
     ranks, calls = Ranks(2, monkeypatch), []
-    own = ranks._broadcast
+    own = ranks.broadcast
 
     def broken(tensor: torch.Tensor, giver: int) -> None:
         calls.append(giver)
         if len(calls) > 8:
-            ranks._barrier.abort()
+            ranks.barrier.abort()
             raise RuntimeError("the connection ended")
         own(tensor, giver)
 
@@ -108,7 +108,7 @@ def shared_models(ranks: Ranks, given: dict[str, Any], own: list[Any]) -> Any:
     """Return what the second rank takes, in the memory of its `own` models where that is possible."""
 
     def run(rank: int) -> Any:
-        ranks._own.rank = rank
+        ranks.own.rank = rank
         options: dict[str, Any] = {"device": torch.device("cpu"), "control": Control(), "takes": rank == 1}
         return sharing.share_state(given if rank == 0 else None, 0, models=own if rank == 1 else None, **options)
 
