@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from raysgd.core import frames
 from raysgd.core.messages import Message
@@ -25,9 +25,10 @@ from raysgd.core.messages import Message
 logger = logging.getLogger(__name__)
 
 PIECE = 4 << 20
+PART = 256 << 10  # of a body that is written to a file
 JOINED = 1 << 16
 LARGE = 64 << 20
-Body = bytearray | mmap.mmap
+Body = bytearray | mmap.mmap | memoryview
 MessageT = TypeVar("MessageT", bound=Message)
 Waiting = Callable[[socket.socket], AbstractContextManager[object]]  # entered while a thread waits for the other end
 
@@ -112,14 +113,26 @@ class Connection:
     ) -> Body:
         """Read a message's body directly to where it stays. Call `moved` whenever a part has
         arrived, with how much of the beginning is there."""
-        body = make_room(size) if room is None else room
+        if room is None and size >= LARGE and (file := _file_for(size)) is not None:
+            with file:
+                return self._receive_file(file, size, moved)
+        body = bytearray(size) if room is None else room
         view, filled = memoryview(body), 0
         while filled < size:
             filled += _receive_some(self.socket, view[filled:])
             moved(filled)
-        if isinstance(body, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-            body.madvise(mmap.MADV_DONTNEED)  # the system may keep it only in the file until it is read
         return body
+
+    def _receive_file(self, file: IO[bytes], size: int, moved: Callable[[int], None]) -> mmap.mmap:
+        """Write a body to a file, which takes a third of the time of new memory."""
+        room, filled = memoryview(bytearray(PART)), 0
+        while filled < size:
+            count = _receive_some(self.socket, room[: size - filled])
+            file.write(room[:count])
+            filled += count
+            moved(filled)
+        file.flush()
+        return mmap.mmap(file.fileno(), size)
 
 
 def connect(
@@ -213,15 +226,19 @@ def as_timeout(error: OSError) -> OSError:
     return TimeoutError(str(error)) if error.errno in UNREACHABLE else error
 
 
-def make_room(size: int) -> Body:
-    """Make a buffer for a body. A large one (a full state) is a temporary file without a name, so
-    that a driver on a small machine does not need the memory for it."""
-    if size < LARGE or not hasattr(os, "posix_fallocate"):
-        return bytearray(size)
+def _file_for(size: int) -> IO[bytes] | None:
+    """Make a temporary file without a name for a large body (a full state), so that a driver on a
+    small machine does not need the memory for it. None if there is no room for it."""
+    if not hasattr(os, "posix_fallocate"):
+        return None
     try:
-        with tempfile.TemporaryFile(prefix="raysgd-") as file:
+        file = tempfile.TemporaryFile(prefix="raysgd-")
+        try:
             os.posix_fallocate(file.fileno(), 0, size)  # now, because a full disk could not be reported later
-            return mmap.mmap(file.fileno(), size)
+        except BaseException:
+            file.close()
+            raise
+        return file
     except OSError as error:
         logger.info("keeping %d bytes in memory, because no temporary file can hold them: %s", size, error)
-        return bytearray(size)
+        return None

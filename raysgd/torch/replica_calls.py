@@ -30,6 +30,7 @@ from raysgd.torch.replica import TorchReplica
 from raysgd.training.loading import Refusal, agreed, refusal_of, take_over
 from raysgd.training.seeding import derived_seed
 from raysgd.training.writing import Report, reported
+from raysgd.workers.calls import Blobs
 
 
 def update_scheduler(replica: TorchReplica, metric: Any) -> None:
@@ -45,8 +46,9 @@ def weight_sums(replica: TorchReplica) -> str:
     return sums_of(replica.operator, replica.internals.parts)
 
 
-def get_model(replica: TorchReplica) -> memoryview | None:
-    """Make a copy of the unwrapped models, on rank 0. The training models stay as they are."""
+def get_model(replica: TorchReplica) -> Blobs | None:
+    """The unwrapped models, on rank 0, which are sent as they are: nothing changes them before
+    this call has ended."""
     first, parts = replica.rank == 0, replica.internals.parts
     if parts.shards is not None:
         saved = gathered([model.state_dict() for model in parts.models], keep=first)

@@ -278,7 +278,7 @@ class TorchTrainer(TrainerBase):
         """Make a copy of the trained model, unwrapped and in eval mode; a list if there are
         several. It is on the GPU if the workers use GPUs and this process has one, unless
         `to_cpu`."""
-        models: list[Any] = unpacked_models(self._first(replica_calls.get_model).data)
+        models: list[Any] = unpacked_models(self._first(replica_calls.get_model))
         if self.use_gpu and not to_cpu and torch.cuda.is_available():
             models = [model.cuda() for model in models]
         self._lent = WeakKeyDictionary({**self._lent, **{model: _summary(model) for model in models}})

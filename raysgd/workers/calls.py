@@ -9,7 +9,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 from raysgd.core.messages import CallAnswer
@@ -34,6 +33,22 @@ class Blob:
 
     def __len__(self) -> int:
         return memoryview(self.data).nbytes
+
+
+class Blobs(Blob):
+    """Several of them, which arrive in memory of their own."""
+
+    def __init__(self, data: Sequence[Any]) -> None:
+        super().__init__(data)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(self), ([pickle.PickleBuffer(each) for each in self.data],)
+
+    def __len__(self) -> int:
+        return sum(memoryview(each).nbytes for each in self.data)
+
+    def copy(self) -> Blobs:
+        return type(self)([bytearray(each) for each in self.data])
 
 
 class PickledObject(Blob):
@@ -83,10 +98,9 @@ def open_answer(event: Event) -> Event:
     """The end of the call that a `CallAnswer` reports, and other events as they are."""
     if not (isinstance(event, MessageReceived) and isinstance(event.message, CallAnswer)):
         return event
-    answer, body = event.message, memoryview(event.body)
+    answer = event.message
     try:
-        large = [body[begin:end] for begin, end in pairwise(accumulate(answer.sizes, initial=0))]
-        outcome: Outcome = unpickle_parts(answer.outcome, large)
+        outcome: Outcome = unpickle_parts(answer.outcome, event.body)
     except BaseException as error:  # the user's classes may raise anything
         outcome = Failed(error, described(error))
     return CallEnded(event.worker, answer.call, with_value(outcome))

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy
+
 from raysgd.core import frames, messages
 from raysgd.core.connection import Connection, ControlAddress, as_timeout, detect_unreachable
 from raysgd.core.lease import LEASE_S
@@ -353,9 +355,11 @@ class ControlServer:
     def _receive(self, connection: Connection, worker: str) -> None:
         while True:
             message, size = connection.receive()
-            # The user gets an answer's content, and other bodies are kept.
-            room = bytearray(size) if isinstance(message, messages.CallAnswer) else None
-            body = connection.receive_body(size, self.make_note(worker), room=room)
+            note = self.make_note(worker)
+            sizes = message.sizes if isinstance(message, messages.CallAnswer) else ()
+            # The user gets the parts of an answer, and other bodies are kept.
+            parts = [connection.receive_body(each, note, room=numpy.empty(each, numpy.uint8).data) for each in sizes]
+            body = parts or connection.receive_body(size, note)
             acknowledge = partial(_acknowledge, connection)
             if isinstance(message, messages.FunctionReport):
                 self._events.put(MessageReceived(worker, message, body, acknowledge))

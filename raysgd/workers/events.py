@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from raysgd.core.connection import Body
 from raysgd.core.messages import Message
 from raysgd.core.outcomes import Outcome
 
@@ -43,12 +43,12 @@ class WorkerEnded:
 
 @dataclass(frozen=True)
 class MessageReceived:
-    """A worker sent a message: progress, an answer, a snapshot or a report. `body` holds its data.
-    The sender of a `FunctionReport` waits until somebody calls `acknowledge`; any thread may."""
+    """A worker sent a message: progress, an answer, a snapshot or a report. `body` holds its data,
+    that of an answer in its parts. The sender of a `FunctionReport` waits until somebody calls `acknowledge`; any thread may."""
 
     worker: str
     message: Message
-    body: bytes | Body = b""
+    body: Any = b""
     acknowledge: Callable[[], None] = field(default=lambda: None, compare=False)
 
 

@@ -21,7 +21,7 @@ from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend, Replica, ReplicaFactory
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import described, explain_missing, shown, text_of
-from raysgd.workers.calls import Blob, PickledObject, unpickle
+from raysgd.workers.calls import Blob, Blobs, PickledObject, unpickle
 from raysgd.workers.foreign import is_exit_of_actor
 from raysgd.workers.gpu_faults import is_out_of_memory, wait_for_memory
 from raysgd.workers.serialization import dumps, is_installed
@@ -156,6 +156,8 @@ class ReplicaHost:
         here, because a value that Ray could not pickle would look like a worker failure."""
         if isinstance(value, memoryview):
             return Blob(value)
+        if isinstance(value, Blobs):  # of live weights
+            return value if self._remote else value.copy()
         if not self._remote:
             return value
         return replace(value, value=_pickled(value.value)) if isinstance(value, Interrupted) else _pickled(value)

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from raysgd.core import connection, lease
-from raysgd.core.connection import Connection, ControlAddress, connect, make_room
+from raysgd.core.connection import Connection, ControlAddress, connect
 from raysgd.core.control import Control
 from raysgd.core.frames import (
     DRIVER,
@@ -122,20 +122,29 @@ def test_bodies_arrive_completely(ends: Ends) -> None:
 needs_fallocate = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system has no posix_fallocate")
 
 
+def received(ends: Ends, content: bytes) -> Any:
+    worker, driver = ends
+    threading.Thread(target=worker.send, args=(KillProcess(1), content), daemon=True).start()
+    return driver.receive_body(driver.receive()[1])
+
+
 @needs_fallocate
-def test_large_bodies_are_in_a_file_and_not_in_memory() -> None:
-    held = make_room(connection.LARGE)
-    assert isinstance(held, mmap.mmap) and isinstance(make_room(connection.LARGE - 1), bytearray)
+def test_large_bodies_are_in_a_file_and_not_in_memory(ends: Ends) -> None:
+    content = random.Random(1).randbytes(connection.LARGE)
+    held = received(ends, content)
+    assert isinstance(held, mmap.mmap) and held[:] == content
     assert len(pickle.loads(pickle.dumps(Blob(held), 5)).data) == connection.LARGE, "the body can be sent to a worker"
+    assert isinstance(received(ends, content[1:]), bytearray)
 
 
 @needs_fallocate
-def test_without_room_for_a_file_the_body_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_for_a_file_the_body_is_in_memory(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: int) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    assert isinstance(make_room(connection.LARGE), bytearray)
+    content = random.Random(1).randbytes(connection.LARGE)
+    assert received(ends, content) == bytearray(content)
 
 
 class SlowSocket:

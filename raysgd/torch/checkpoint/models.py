@@ -11,24 +11,26 @@ import torch
 from torch import nn
 
 from raysgd.torch.checkpoint import packing
+from raysgd.workers.calls import Blobs
 
 
-def packed_models(models: Sequence[nn.Module], dumps: Callable[[Any], bytes]) -> memoryview:
-    """A copy of the models, on the CPU and in eval mode, as bytes. `dumps` pickles their classes,
-    too, which can be the script's own."""
+def packed_models(models: Sequence[nn.Module], dumps: Callable[[Any], bytes]) -> Blobs:
+    """The models, on the CPU and in eval mode, and the memory of their weights. `dumps` pickles
+    their classes, too, which can be the script's own."""
     apart = list({id(each): each for each in _apart(models)}.values())  # some are in two places
     empty = [_empty(each) for each in apart]
     memo: dict[int, Any] = {id(each): place for each, place in zip(apart, empty, strict=True)}
     copied = [copy.deepcopy(model, memo).cpu().eval() for model in models]
-    return packing.packed((dumps((copied, empty)), [each.detach() for each in apart]))
+    content = dumps((copied, empty, [each.shape for each in apart]))
+    return Blobs([content, *(packing.bytes_of(each).cpu().numpy().data for each in apart)])
 
 
-def unpacked_models(data: Any) -> list[nn.Module]:
+def unpacked_models(blobs: Blobs) -> list[nn.Module]:
     """The models, whose weights have the memory of the data."""
-    content, tensors = packing.unpack(data, in_place=True)
-    models, empty = pickle.loads(content)
-    for place, tensor in zip(empty, tensors, strict=True):
-        place.data = tensor
+    content, *tensors = blobs.data
+    models, empty, shapes = pickle.loads(content)
+    for place, shape, tensor in zip(empty, shapes, tensors, strict=True):
+        place.data = torch.frombuffer(tensor, dtype=place.dtype).view(shape)
     return list(models)
 
 

@@ -74,14 +74,13 @@ def packed(state: Any) -> memoryview:
     return whole.numpy().data
 
 
-def unpack(data: Any, *, in_place: bool = False) -> Any:
-    """Read the state. Its tensors are on the CPU, and have memory of their own; with `in_place`,
-    that of the data."""
+def unpack(data: Any) -> Any:
+    """Read the state. Its tensors are on the CPU, and have memory of their own."""
     data = memoryview(data).cast("B")
     sizes = sizes_in(data)
     starts = itertools.accumulate(map(_padded, sizes), initial=_padded(COUNT.size + len(sizes) * SIZE.size))
     content, *tensors = [data[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-    return pickle.loads(content, buffers=map(_bytes_in, tensors) if in_place else tensors)
+    return pickle.loads(content, buffers=tensors)
 
 
 def assembled(begin: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -154,10 +153,6 @@ def _tensor(content: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.T
     if tensor.numel():
         tensor.view(-1).view(torch.uint8).numpy()[:] = numpy.frombuffer(content, numpy.uint8)
     return tensor
-
-
-def _bytes_in(data: memoryview) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

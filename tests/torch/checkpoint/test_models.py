@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from raysgd.torch.checkpoint import models, packing
+from raysgd.torch.checkpoint import models
+from raysgd.workers.calls import pickle_in_parts, unpickle_parts
 
 
 class Net(nn.Module):
@@ -42,7 +43,8 @@ class Own(nn.Module):
 
 
 def sent(*given: nn.Module) -> list[Any]:
-    return models.unpacked_models(bytearray(models.packed_models(given, pickle.dumps)))
+    packed, large = pickle_in_parts(models.packed_models(given, pickle.dumps), pickle.dumps)
+    return models.unpacked_models(unpickle_parts(packed, [bytearray(each) for each in large]))
 
 
 def described(model: nn.Module) -> dict[str, Any]:
@@ -69,8 +71,14 @@ def test_it_is_what_a_deep_copy_is() -> None:
 
 def test_weights_are_not_in_the_pickle() -> None:
     large = nn.Linear(512, 512)
-    content, tensors = packing.unpack(models.packed_models([large], pickle.dumps))
-    assert len(content) < 10_000 and sum(each.nbytes for each in tensors) == 4 * (512 * 512 + 512)
+    content, *tensors = models.packed_models([large], pickle.dumps).data
+    assert len(content) < 10_000 and [each.nbytes for each in tensors] == [4 * 512 * 512, 4 * 512]
+
+
+def test_weights_are_sent_as_they_are() -> None:
+    large = nn.Linear(512, 512)
+    _, sends = pickle_in_parts(models.packed_models([large], pickle.dumps), pickle.dumps)
+    assert torch.frombuffer(sends[0], dtype=torch.float32).data_ptr() == large.weight.data_ptr()
 
 
 def test_a_module_that_copies_itself_gets_its_weights() -> None:
