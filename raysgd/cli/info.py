@@ -41,7 +41,7 @@ def members(path: Path) -> set[str]:  # of a zip archive, without their folders
 
 
 def torch_checkpoint(path: Path) -> Iterator[tuple[str, str]]:
-    from raysgd.storage.seen import verified_file
+    from raysgd.storage.seen import kept_open, verified_file
     from raysgd.torch.checkpoint import shard_files, states
 
     if path.is_dir():
@@ -49,7 +49,7 @@ def torch_checkpoint(path: Path) -> Iterator[tuple[str, str]]:
         shard_files.verify(str(path / inner), listed)
         has_checksums, path = True, path / inner / "outline.pt"
     else:
-        _, has_checksums = verified_file(path)
+        _, has_checksums = verified_file(kept_open(path), path)
     yield "checksums", "correct" if has_checksums else "none (torch.save wrote it)"
     if foreign := states.foreign_types(path):
         yield "content", f"not shown, because load(path, trusted=True) runs its code: {', '.join(foreign)}"

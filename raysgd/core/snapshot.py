@@ -16,8 +16,9 @@ Ask = Callable[[Call], "list[Any] | None"]  # make a call on all ranks, and retu
 @dataclass(frozen=True)
 class Snapshot:
     """One replica's full state as bytes, and its progress when the snapshot was taken. Where no
-    worker has the whole state, it is in a checkpoint instead, and `load(ask)` lets all ranks of a
-    new generation load it, and returns False if one has failed.
+    worker has the whole state, and when one was loaded and has not arrived here yet, it is in a
+    checkpoint instead: `load(ask)` lets all ranks of a new generation load it, and returns False if
+    one has failed.
 
     `call` is the number of the call that was running, and `partial` that call's partial result over
     all ranks. Without data, training starts from the beginning.

@@ -316,6 +316,12 @@ class Engine:
         """Drop the snapshot, because nothing in it is valid any more."""
         self._table.snapshots.forget()
 
+    def keep_load(self, snapshot: Snapshot) -> None:
+        """Keep what new processes load if all workers fail before a snapshot of the state that was
+        loaded has arrived."""
+        if self._keeps_snapshots and self.group.elastic and self._table.snapshots.latest() is None:
+            self._table.snapshots.offer(snapshot)
+
     @contextmanager
     def state_replaced_by_hand(self, loads: int) -> Iterator[None]:
         """A context in which the workers load another state. If all fail meanwhile, they continue

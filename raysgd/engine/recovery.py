@@ -362,7 +362,7 @@ class RecoveryLoop:
         one, or an empty one if they all take the initial state of the first of them. Return None if
         they could not load it."""
         snapshot = self._generation.newest_snapshot(wait=True) or Snapshot()
-        best = newest_state(self._table.progress_of(joining), snapshot if snapshot.data else None)
+        best = newest_state(self._table.progress_of(joining), snapshot if snapshot.data or snapshot.load else None)
         if best and self._in_place:
             return Snapshot(progress=self._table[best].progress, call=call)
         if snapshot.data and self._in_place and not self._generation.load(joining, snapshot.data):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,10 +35,21 @@ def readable() -> Iterator[None]:
         raise CheckpointError(f"it cannot be read ({type(error).__name__}: {error})") from error
 
 
-def verified_file(path: Path) -> tuple[SeenFile | None, bool]:
-    """Verify a file. Return it if workers can read it themselves, and whether it has checksums.
-    They can read torch's zip format, whose end contains the checksums of all its content."""
-    with readable(), open(path, "rb") as file:
+def kept_open(path: Path) -> BinaryIO:
+    """Open a file, which is closed when nothing refers to it: until then, it can be read, also if
+    its name is given to another one."""
+    with readable():
+        descriptor = os.open(path, os.O_RDONLY)
+    file = open(descriptor, "rb", closefd=False)
+    weakref.finalize(file, os.close, descriptor)
+    return file
+
+
+def verified_file(file: BinaryIO, path: Path) -> tuple[SeenFile | None, bool]:
+    """Verify an open file. Return it if workers can read it themselves, and whether it has
+    checksums. They can read torch's zip format, whose end contains the checksums of all its
+    content."""
+    with readable():
         archive = file.read(2) == b"PK" and path.suffix != ".safetensors"  # torch expects another format in those
         return SeenFile.of(file, path) if archive else None, checksums.verify(file)
 

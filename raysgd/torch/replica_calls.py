@@ -132,16 +132,6 @@ def save_shards(replica: TorchReplica, folder: Place, transfers: list[str], late
     return reported(replica, transfers[replica.rank], write, later=later)
 
 
-def load_again(
-    replica: TorchReplica, method: Callable[..., Any], arguments: dict[str, Any], workers: int, loads: int | None
-) -> Refusal | None:
-    """Load, in new processes, what this trainer has saved or loaded when it had so many workers."""
-    refusal: Refusal | None = method(replica, **arguments, loads=loads)
-    if refusal is None and workers != replica.operator.world_size:
-        replica.operator.resized(workers, replica.operator.world_size)
-    return refusal
-
-
 def restore_shards(replica: TorchReplica, folder: Place, files: shard_files.Files, loads: int | None) -> Refusal | None:
     """Load a sharded checkpoint, of which each rank verifies some files."""
     parts, ranks = replica.internals.parts, replica.operator.world_size

@@ -61,6 +61,16 @@ def restore(replica: LoadingReplica, source: Any, trusted: bool, loads: int | No
     return take_over(replica, lambda: replica.read(source, trusted=trusted), loads)
 
 
+def load_again(
+    replica: Any, method: Callable[..., Any], arguments: dict[str, Any], workers: int, loads: int | None
+) -> Refusal | None:
+    """Load, in new processes, what this trainer has saved or loaded when it had so many workers."""
+    refusal: Refusal | None = method(replica, **arguments, loads=loads)
+    if refusal is None and workers != replica.operator.world_size:
+        replica.operator.resized(workers, replica.operator.world_size)
+    return refusal
+
+
 def take_over(replica: LoadingReplica, read: Callable[[], dict[str, Any]], loads: int | None) -> Refusal | None:
     """Load the checkpoint that `read` returns. If a worker fails while the ranks change their
     state, the driver repeats the load."""

@@ -8,16 +8,19 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
+from raysgd.core.snapshot import Ask, Snapshot
 from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine
 from raysgd.engine.failure import UNDEFINED
 from raysgd.errors import CheckpointError, RemoteTraceback
 from raysgd.storage import checksums, locations, remote
+from raysgd.storage.folders import MARKER
 from raysgd.storage.remote import Uri
-from raysgd.storage.seen import UnseenError, readable, verified_file
+from raysgd.storage.seen import SeenFile, UnseenError, kept_open, readable, verified_file
 from raysgd.training import loading
 from raysgd.training.seeding import DrawnAnew
 from raysgd.workers.calls import Blob
@@ -33,6 +36,7 @@ class Loads:
     def __init__(self, engine: Engine, drawn_anew: DrawnAnew) -> None:
         self._engine, self._drawn_anew = engine, drawn_anew
         self._count = 0  # the number of the newest load
+        self._again: Callable[[Take], None] | None = None  # loads what it has read, whatever is there now
 
     def load(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
         self._load(path, self.take, trusted=trusted)
@@ -47,6 +51,53 @@ class Loads:
     def _loaded(self, again: Callable[[Take], None], where: locations.Place | None = None) -> None:
         """Note that all ranks have loaded a state, which this loads again, from a place if it is
         not in memory."""
+        kept, self._again = self._again, None
+        self._engine.keep_load(self._snapshot(kept or again, self._count))
+
+    def _to_load_again(
+        self, again: Callable[[Take], None], where: locations.Place | None, loads: int | None
+    ) -> Snapshot:
+        version = _version(where)
+
+        def load(take: Take) -> None:
+            if _version(where) != version:
+                raise CheckpointError(f"{where} was replaced since it was loaded")
+            again(take)
+
+        return self._snapshot(load, loads)
+
+    def _snapshot(
+        self,
+        again: Callable[[Take], None],
+        loads: int | None,
+        *,
+        at: Progress | None = None,
+        workers: int = 0,
+    ) -> Snapshot:
+        """Make a snapshot of the present state, or of that of another place, which the ranks of a
+        new generation load."""
+        at, workers = at or self._engine.progress, workers or self._engine.world_size
+
+        def load(ask: Ask) -> bool:
+            def take(method: Callable[..., Any], arguments: dict[str, Any]) -> None:
+                given = {"method": method, "arguments": arguments, "workers": workers, "loads": loads}
+                values = ask(Call(loading.load_again, given))
+                if values is None:
+                    raise _RankFailed
+                raise_refused(values, "Training cannot continue from it")
+
+            try:
+                again(take)
+            except _RankFailed:
+                return False
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"the workers have changed, and the checkpoint from which training would continue cannot be loaded: {error}. "
+                    "Create a new trainer, and load another checkpoint"
+                ) from error
+            return True
+
+        return Snapshot(progress=at, call=at.call, load=load)
 
     def _load(self, path: str | os.PathLike[str] | Uri, take: Take, *, trusted: bool) -> None:
         where = locations.usable_place(path)
@@ -75,17 +126,26 @@ class Loads:
         """Let the workers read the file themselves, if they all see it. Return whether it has
         checksums."""
         if isinstance(where, Path):
-            file, has_checksums = verified_file(where)
-            if file is not None:
+            file = kept_open(where)
+            seen, has_checksums = verified_file(file, where)
+            if seen is not None:
                 try:
-                    take(loading.restore, {"source": file, "trusted": trusted})
+                    take(loading.restore, {"source": seen, "trusted": trusted})
+                    self._again = partial(self._restore_file, file, trusted=trusted)
                     return has_checksums
                 except UnseenError:
                     logger.debug("a worker does not see %s, or cannot read it, so the driver sends its content", where)
         data = locations.read(where)
         has_checksums = checksums.verify(data)
         self._restore(data, take, trusted=trusted)
+        self._again = partial(self._restore, data, trusted=trusted)
         return has_checksums
+
+    def _restore_file(self, file: BinaryIO, take: Take, *, trusted: bool) -> None:
+        with readable():
+            file.seek(0)
+            data = file.read()
+        self._restore(data, take, trusted=trusted)
 
     def take(self, method: Callable[..., Any], arguments: dict[str, Any]) -> None:
         """Load a state on all ranks. If one of them refuses it, none loads it, and the reason is
@@ -98,6 +158,19 @@ class Loads:
             values = engine.run(Job(Call(method, {**arguments, "loads": loads}), replaces=True))[-1].values
             raise_refused(values, f"Now {UNDEFINED}" if engine.undefined else "Nothing was changed on any rank")
         self._drawn_anew.note("a state was loaded")
+
+
+class _RankFailed(Exception):
+    """A rank has failed while it loaded a checkpoint."""
+
+
+def _version(where: locations.Place | None) -> SeenFile | None:
+    """A value that changes when a checkpoint in a file system is replaced."""
+    if not isinstance(where, Path):
+        return None
+    path = where / MARKER if where.is_dir() else where
+    with readable(), open(path, "rb") as file:
+        return SeenFile.of(file, path)
 
 
 def raise_refused(values: Sequence[Any], consequence: str) -> None:

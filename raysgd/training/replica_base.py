@@ -26,7 +26,7 @@ from raysgd.training.position import Position
 from raysgd.training.results import Results
 from raysgd.training.seeding import ONCE, Places
 from raysgd.training.settings import ReplicaSettings
-from raysgd.training.snapshots import LOADED_S, Copied, Snapshotter
+from raysgd.training.snapshots import Copied, Snapshotter
 from raysgd.training.step_loop import StepLoop
 from raysgd.training.user_functions import choose_arguments
 from raysgd.training.writing import Asking
@@ -358,7 +358,6 @@ class ReplicaBase(ABC):
         for each in self.evaluations.values():
             each.passes.call = -1
         self.snapshots.take(self)
-        self.snapshots.wait(LOADED_S)  # otherwise the load would be undone if all workers failed now
 
     # -- what frameworks do differently ---------------------------------------------------------------
 

@@ -20,9 +20,6 @@ from raysgd.training.feed import Feed
 
 logger = logging.getLogger(__name__)
 
-# For the snapshot of a state that the user has loaded, while the other ranks wait in a collective call; a hang in the driver's
-# eyes must take longer.
-LOADED_S = 5.0
 CLOSE_S = 5.0
 SMALL = 1 << 20
 

@@ -33,7 +33,7 @@ from raysgd.torch.strategies import Strategy
 from raysgd.torch.trainer import choose_strategy
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.description import RunDescription, make_engine
-from raysgd.training.snapshots import LOADED_S, Snapshotter
+from raysgd.training.snapshots import Snapshotter
 from raysgd.training.user_functions import notice_preemption
 from raysgd.workers.calls import with_value
 from raysgd.workers.orphan import NamedHost
@@ -112,8 +112,7 @@ class LocalWorker(Worker):
         self.client.control.upload = self._send_snapshot
 
     def _send_snapshot(self, message: SnapshotUpload, *content: Any) -> None:
-        after_load = message.call < 0  # which ends when its snapshot has arrived
-        self.upload(message, b"".join(map(bytes, content)), wait_s=LOADED_S if after_load else 0.0)
+        self.upload(message, b"".join(map(bytes, content)))
 
 
 class LocalGroup(SimGroup):

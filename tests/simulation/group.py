@@ -34,6 +34,7 @@ from tests.simulation.world import Condition, Process, Wake, World
 __all__ = ["CallDidNotEnd", "Large", "Node", "SimGroup", "Worker"]
 
 HEARTBEAT_S = 1.0
+UPLOADED_S = 2.0  # for the snapshot of a state that was loaded
 WAITING = ["/torch/distributed/distributed_c10d.py:1 all_reduce"]
 BUSY = ["script.py:1 train_batch"]
 
@@ -346,23 +347,17 @@ class Worker(Process):
         group = self.group
         self._to_driver.send(lambda: self.lost or group.emit(MessageReceived(self.name, message)))
 
-    def upload(self, message: SnapshotUpload, body: bytes, *, wait_s: float = 0.0) -> None:
-        """Send a snapshot on a connection of its own, and wait for up to `wait_s` until it has arrived. It arrives
-        completely or not at all, and later than other messages."""
-        received, wake, group = MessageReceived(self.name, message, body), Wake(self), self.group
+    def upload(self, message: SnapshotUpload, body: bytes) -> None:
+        """Send a snapshot on a connection of its own. It arrives completely or not at all, and later than other messages: one
+        that follows a load after seconds, as a large one does."""
+        received, group = MessageReceived(self.name, message, body), self.group
 
         def arrive() -> None:
             if self.alive and not group.gone:
                 group.emit(received)
-                wake()
 
         if not self.loses:
-            self._bulk.send(arrive)
-        if wait_s:
-            self.at(wait_s, wake)
-            wake.wait()
-        else:
-            wake.used = True
+            self.at(UPLOADED_S if message.call < 0 else 0.0, lambda: self._bulk.send(arrive))
 
     def giving(self, name: str) -> Any:
         self.group.transfer_of(name).opened = True

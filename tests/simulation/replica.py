@@ -21,7 +21,6 @@ from raysgd.errors import CheckpointError
 from raysgd.training.feed import Feed, MembershipChange, Source
 from raysgd.training.loading import Refusal, take_over
 from raysgd.training.position import Position
-from raysgd.training.snapshots import LOADED_S
 from raysgd.training.step import Drawn
 from raysgd.training.step import Step as OptimizerStep
 from raysgd.training.writing import Asking, NoDriver
@@ -307,7 +306,7 @@ class SimReplica:
         self._worker.point("adopted")
         if loads is not None:
             self._position.call, self._position.call_done, self._position.loads = -1, False, loads
-        self._snapshot(wait_s=LOADED_S)
+        self._snapshot()
 
     def close(self) -> None:
         self._worker.point("closing")
@@ -335,7 +334,7 @@ class SimReplica:
         """Return the weights in a number that a float holds."""
         return json.dumps({"weights": [float(self.weights % (1 << 31)), 1.0, 0.5]})
 
-    def _snapshot(self, *, wait_s: float = 0.0) -> None:
+    def _snapshot(self) -> None:
         if self._rank_info.world_rank == 0 and self._plan.snapshot_every is not None:
             committed = self._position.call_units - self._units_before
             partial = self.partial()
@@ -343,4 +342,4 @@ class SimReplica:
             everywhere = for_all_ranks(partial.metrics, self._rank_info.world_size, own, committed)
             partial = replace(partial, metrics=everywhere, drawn=committed)
             message = SnapshotUpload(self.progress, self._position.call, partial)
-            self._worker.upload(message, self._state(), wait_s=wait_s)
+            self._worker.upload(message, self._state())

@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from raysgd.constants import NUM_SAMPLES
 from raysgd.core import metrics
 from raysgd.core.policy import PLANNED, Recovery
 from raysgd.core.protocols import Call
+from raysgd.core.snapshot import Ask, Snapshot
 from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, DivergenceError, ResourceError, TrainingFailedError, WorkerStartError
@@ -317,8 +319,15 @@ class Script:
             return
         if refuses >= 0:
             raise Violation("all ranks have loaded a state that one of them has refused")
+        self.engine.keep_load(Snapshot(progress=self.engine.progress, call=-1, load=partial(self._load_again, given)))
         newest = self.engine._table.snapshots.latest()
         self.checker.has_loaded(len(steps), shown=newest is not None and newest.progress.loads == loads)
+
+    def _load_again(self, given: dict[str, Any], ask: Ask) -> bool:
+        values = ask(Call(SimReplica.restore, given))
+        if values is not None and any(values):
+            raise Violation("a rank refuses a state that it has loaded")
+        return values is not None
 
     def _resize(self, count: int) -> None:
         before = self.engine.target

@@ -307,6 +307,17 @@ def test_schedules_of_faults_break_no_guarantee() -> None:
     assert f"{count} seeds" in run.stdout
 
 
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "new processes"])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_all_workers_fail_before_a_snapshot_of_what_was_loaded_arrives(in_place: bool, steps: int) -> None:
+    """They load it again."""
+    script, faults = ("train 3", "save", "train", "load", "train"), (Fault("kill", "data", count=13 + 3 * steps, others=16),)
+    result = run(Plan(seed=1, in_place=in_place, shares=True, script=script, faults=faults))
+    assert result.error is None and result.redone == steps
+    (recovery,) = result.recoveries
+    assert recovery.removed_ranks == (0, 1) and recovery.batch == (3 if not steps else 1)
+
+
 @pytest.mark.parametrize("plan", FOUND.values(), ids=FOUND)
 def test_what_was_found_once_stays_fixed(plan: Plan) -> None:
     result = run(plan)

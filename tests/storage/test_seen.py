@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raysgd import CheckpointError
-from raysgd.storage.seen import TAIL, SeenFile, UnseenError, verified_file
+from raysgd.storage.seen import TAIL, SeenFile, UnseenError, kept_open, verified_file
 
 DATA = random.Random(5).randbytes(5_000)
 
@@ -63,10 +63,23 @@ def test_a_change_in_a_large_file_is_noticed_by_its_end(tmp_path: Path) -> None:
 def test_workers_read_only_archives_themselves(tmp_path: Path, name: str, archive: bool, expected: bool) -> None:
     content = {"models": [], "optimizers": []}
     torch.save(content, tmp_path / name, _use_new_zipfile_serialization=archive)
-    file, has_checksums = verified_file(tmp_path / name)
+    file, has_checksums = verified_file(kept_open(tmp_path / name), tmp_path / name)
     assert (file is not None) is expected and has_checksums is archive
 
 
-def test_a_file_that_is_not_there_is_not_verified(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_not_opened(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint at"):
-        verified_file(tmp_path / "a")
+        kept_open(tmp_path / "a")
+
+
+def test_a_file_can_be_read_while_it_is_kept_open(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"before")
+    file = kept_open(path)
+    descriptor = file.fileno()
+    path.unlink()
+    path.write_bytes(b"after")
+    assert file.read() == b"before"
+    del file
+    with pytest.raises(OSError):
+        os.fstat(descriptor)

@@ -11,19 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raysgd.core.progress import Progress
-from raysgd.core.protocols import Call
-from raysgd.core.snapshot import Ask, Snapshot
+from raysgd.core.snapshot import Snapshot
 from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage import durable, locations, remote
 from raysgd.storage.folders import MARKER, FileEntry, dump_list
 from raysgd.storage.remote import Uri
-from raysgd.storage.seen import SeenFile, readable
+from raysgd.storage.seen import readable
 from raysgd.torch import replica_calls
 from raysgd.torch.checkpoint import shard_files
 from raysgd.training.auto_checkpoint import CheckpointFolder
-from raysgd.training.loads import Loads, Take, raise_refused
+from raysgd.training.loads import Loads, Take
 from raysgd.training.saves import SaveHandle, Saves
 from raysgd.training.seeding import DrawnAnew
 from raysgd.training.within_call import Contents
@@ -85,58 +83,15 @@ class ShardedLoads(Loads):
             self._saved.append((path, replace(snapshot, partial=contents.part)))
 
     def _loaded(self, again: Callable[[Take], None], where: locations.Place | None = None) -> None:
-        self._from = None if where is None else (where, again)
-        self._note(again, where, self._count)
+        if not self._is_sharded:
+            return super()._loaded(again, where)
+        self._again, self._from = None, None if where is None else (where, again)
+        self._saved = [(None, self._to_load_again(again, where, self._count))]
 
     def replaced(self, path: str) -> None:
         """Note that the trainer has saved its state here, which may be where it has loaded one."""
         if self._from is not None and str(self._from[0]) == path:
-            self._note(self._from[1], self._from[0], None)
-
-    def _note(self, again: Callable[[Take], None], where: locations.Place | None, loads: int | None) -> None:
-        if not self._is_sharded:
-            return
-        version = _version(where)
-
-        def load(take: Take) -> None:
-            if _version(where) != version:
-                raise CheckpointError(f"{where} was replaced since it was loaded")
-            again(take)
-
-        self._saved = [(None, self._snapshot(load, loads))]
-
-    def _snapshot(
-        self,
-        again: Callable[[Take], None],
-        loads: int | None,
-        *,
-        at: Progress | None = None,
-        workers: int = 0,
-    ) -> Snapshot:
-        """Make a snapshot of the present state, or of that of another place, which the ranks of a
-        new generation load."""
-        at, workers = at or self._engine.progress, workers or self._engine.world_size
-
-        def load(ask: Ask) -> bool:
-            def take(method: Callable[..., Any], arguments: dict[str, Any]) -> None:
-                given = {"method": method, "arguments": arguments, "workers": workers, "loads": loads}
-                values = ask(Call(replica_calls.load_again, given))
-                if values is None:
-                    raise _RankFailed
-                raise_refused(values, "Training cannot continue from it")
-
-            try:
-                again(take)
-            except _RankFailed:
-                return False
-            except CheckpointError as error:
-                raise CheckpointError(
-                    f"the workers have changed, and the checkpoint from which training would continue cannot be loaded: {error}. "
-                    "Create a new trainer, and load another checkpoint"
-                ) from error
-            return True
-
-        return Snapshot(progress=at, call=at.call, load=load)
+            self._saved = [(None, self._to_load_again(self._from[1], self._from[0], None))]
 
     def _load_folder(self, folder: locations.Place, take: Take, *, trusted: bool) -> None:
         with readable():
@@ -152,19 +107,6 @@ class ShardedLoads(Loads):
         else:
             here = folder.absolute() if isinstance(folder, Path) else folder
             take(replica_calls.restore_shards, {"folder": here / inner, "files": files})
-
-
-def _version(where: locations.Place | None) -> SeenFile | None:
-    """A value that changes when a checkpoint in a file system is replaced."""
-    if not isinstance(where, Path):
-        return None
-    path = where / MARKER if where.is_dir() else where
-    with readable(), open(path, "rb") as file:
-        return SeenFile.of(file, path)
-
-
-class _RankFailed(Exception):
-    """A rank has failed while it loaded a checkpoint."""
 
 
 class _ShardedDraft:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 from raysgd import CheckpointError
+from raysgd.core.snapshot import SnapshotStore
 from raysgd.torch import TorchTrainer
+from raysgd.training import loads
 from tests import storing
 from tests.local.group import Cluster
 from tests.peek import loads_of, newest_snapshot
@@ -106,14 +109,31 @@ def kill_all(trainer: TorchTrainer) -> None:
         os.kill(process, signal.SIGKILL)
 
 
+def arrived_snapshot(trainer: TorchTrainer) -> Any:
+    for _ in range(600):
+        trainer.apply_all_workers(os.getpid)
+        if (newest := newest_snapshot(trainer)).data:
+            return newest
+        time.sleep(0.1)
+    raise TimeoutError
+
+
+@pytest.mark.parametrize("source", ["a snapshot", "the file", "its bytes"])
 def test_if_all_workers_fail_after_a_load_new_ones_start_from_what_was_loaded(
-    pair: TorchTrainer, saved: Saved, tmp_path: Path
+    pair: TorchTrainer, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
-    path = tmp_path / "file.pt"
+    """If no snapshot of that has arrived yet, they load it again, from the file that was there, or from what was read."""
+    path, offer = tmp_path / "file.pt", SnapshotStore.offer
+    if source != "a snapshot":
+        monkeypatch.setattr(SnapshotStore, "offer", lambda store, each: None if each.data else offer(store, each))
+    if source == "its bytes":
+        monkeypatch.setattr(loads, "verified_file", lambda *_: (None, True))
     path.write_bytes(Path(saved.path).read_bytes())
     pair.train()
     pair.load(path)
     path.unlink()
+    if source == "a snapshot":
+        arrived_snapshot(pair)
     before = len(pair.recoveries)
     kill_all(pair)
     assert torch.equal(weights(pair), saved.weights)
@@ -129,7 +149,7 @@ def test_a_load_that_fails_changes_nothing_and_keeps_the_snapshot_from_before(
 ) -> None:
     broken = tmp_path / "broken.pt"
     pair.load(saved.path)
-    before = newest_snapshot(pair)
+    before = arrived_snapshot(pair)
     state = torch.load(saved.path, weights_only=True)
     state["models"][0]["layers.0.weight"] = torch.zeros(4, 4)
     torch.save(state, broken)
