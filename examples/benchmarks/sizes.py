@@ -101,19 +101,19 @@ class Sized(TrainingOperator):
         return [each.detach() for each in [*self.model.parameters(), *kept]]
 
     def by_hand(self) -> dict[str, float]:
-        """A broadcast of the state in one call, a copy of it, and the model wrapped: the seconds on this rank."""
-        size = sum(each.numel() for each in self.tensors())
-        whole = torch.zeros(size)
-        bare = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        """A broadcast of the state, a copy of it to memory that exists, and the model wrapped: the seconds on this rank."""
+        state, parameters = self.tensors(), [each.detach() for each in self.model.parameters()]
+        room = [each.clone() for each in parameters]
+        copied_s = timed(lambda: [to.copy_(each) for to, each in zip(room, parameters, strict=True)])
+        del room
         return {
-            "broadcast_s": timed(lambda: dist.broadcast(whole, 0)),
-            "copy_s": timed(lambda: torch.cat([each.reshape(-1) for each in self.tensors()], out=whole)),
-            "wrap_s": timed(lambda: DistributedDataParallel(bare, gradient_as_bucket_view=True)),
+            "broadcast_s": timed(lambda: [dist.broadcast(each, 0) for each in state]),
+            "copy_s": copied_s * sum(each.nbytes for each in state) / sum(each.nbytes for each in parameters),
+            "wrap_s": timed(lambda: DistributedDataParallel(unwrapped(self.model), gradient_as_bucket_view=True)),
         }
 
     def save_by_hand(self, path: str) -> float:
-        bare = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-        state = {"model": bare.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state = {"model": unwrapped(self.model).state_dict(), "optimizer": self.optimizer.state_dict()}
         return timed(lambda: torch.save(state, path) if self.world_rank == 0 else None)
 
     def load_by_hand(self, path: str) -> float:
@@ -126,6 +126,10 @@ class Sized(TrainingOperator):
                 mine.copy_(saved)
 
         return timed(load)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def timed(do: Callable[[], Any]) -> float:
