@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from raysgd.config import WorkerResources
+from raysgd.core.network import named_address
 from raysgd.environment import FUNCTION_START_LIMIT, START_LIMIT
 from raysgd.errors import ClusterError, ConfigError, ResourceError, described
 from raysgd.workers import foreign, lasting_cluster
@@ -296,10 +297,11 @@ def _find_running() -> str:
 
 
 def driver_address() -> str:
-    """The address under which other nodes reach this process's machine."""
+    """The address under which other nodes reach this process's machine: at the interface that the
+    user has chosen, so that states do not take a slower network, or else the one that Ray uses."""
     import ray
 
-    return str(ray.util.get_node_ip_address())
+    return named_address() or str(ray.util.get_node_ip_address())
 
 
 def end_actor(handle: Any) -> None:
