@@ -314,6 +314,19 @@ def loads_by_copying(model: nn.Module) -> bool:
     return all(map(is_usual, model.modules()))
 
 
+def is_usual_optimizer(optimizer: Any) -> bool:
+    """Whether this is one of torch's, and nothing acts when its state is read or loaded."""
+    hooks = (
+        "_optimizer_state_dict_pre_hooks",
+        "_optimizer_state_dict_post_hooks",
+        "_optimizer_load_state_dict_pre_hooks",
+        "_optimizer_load_state_dict_post_hooks",
+    )
+    changed = not vars(optimizer).keys().isdisjoint(("state_dict", "load_state_dict"))
+    usual = type(optimizer).__module__.startswith("torch.optim.") and not changed
+    return usual and not any(getattr(optimizer, each) for each in hooks)
+
+
 def with_module_versions(content: dict[Any, Any], state: Any) -> dict[Any, Any]:
     """Add the versions of modules to the content of a changed copy of `state`, if that is a
     model's: modules that convert older states read them when they load."""

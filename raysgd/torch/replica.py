@@ -252,13 +252,16 @@ class TorchReplica(ReplicaBase):
 
     def read(self, source: Any, *, trusted: bool) -> dict[str, Any]:
         if isinstance(source, SeenFile):
-            return states.read(source, trusted=trusted, map_models=states.copies_models(self.internals.parts))
+            return states.read(source, trusted=trusted, mapped=states.parts_to_map(self.internals.parts))
         return states.parse(source.data, trusted=trusted)
 
     def check(self, state: dict[str, Any]) -> None:
         check_fits(self.internals.parts, state)
 
     def adopt(self, state: dict[str, Any]) -> None:
+        registered = self.internals.parts
+        if "optimizers" in states.parts_to_map(registered):
+            state = {**state, "optimizers": [*map(states.unmapped, state["optimizers"], registered.optimizers)]}
         if (source := self.sources.pop("train", None)) is not None:
             source.close()
         self._adopt(state)

@@ -10,6 +10,8 @@ import torch
 
 from raysgd.torch.checkpoint.packing import Layout
 
+SPARE = 1 << 16
+
 
 class HostMemory:
     """Owns memory for one copy, which is used again when that is released. `cuda` is `torch.cuda`
@@ -29,7 +31,8 @@ class HostMemory:
     def copy(self, layout: Layout) -> HostCopy:
         room = self._kept.pop() if self._kept else _room(0)  # no other thread takes it
         if room.numel() < layout.size:
-            room = _pinned(layout.size) if self._cuda else _room(layout.size)
+            size = layout.size + -layout.size % SPARE + SPARE  # what is not a tensor is of another size each time
+            room = _pinned(size) if self._cuda else _room(size)
         copied = self._copy(layout, room)
         return HostCopy(room, layout.size, copied, self._kept)
 

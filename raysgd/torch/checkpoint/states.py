@@ -9,7 +9,7 @@ import logging
 import os
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -182,16 +182,16 @@ def _unreadable(error: Exception, *, trusted: bool) -> CheckpointError:
     return CheckpointError(f"not a complete checkpoint: it cannot be read ({said.splitlines()[0]})")
 
 
-def read(file: SeenFile, *, trusted: bool, map_models: bool) -> dict[str, Any]:
-    """Read the state in a file. With `map_models`, the tensors of the models are read from the file
-    when they are used. Raise `UnseenError` if this process does not see the file."""
+def read(file: SeenFile, *, trusted: bool, mapped: Collection[str]) -> dict[str, Any]:
+    """Read the state in a file. The tensors of its parts with the names in `mapped` are read from
+    the file when they are used. Raise `UnseenError` if this process does not see the file."""
     with file.opened() as content:
         # The path of the open file, because the name in the folder could be given to another file.
         path = f"{OPEN_FILES}/{content.fileno()}"
-        if not (map_models and os.path.exists(path)):
+        if not (mapped and os.path.exists(path)):
             return _loaded(content, trusted=trusted, kept=OSError)
         state = _loaded(path, trusted=trusted, kept=OSError, mmap=True)
-        return {name: value if name == "models" else copied(value) for name, value in state.items()}
+        return {name: value if name in mapped else copied(value) for name, value in state.items()}
 
 
 def peek(path: str | os.PathLike[str]) -> Any:
@@ -236,9 +236,31 @@ def completed(saved: Any, optimizer: Any) -> Any:
     return {**saved, "param_groups": groups}
 
 
-def copies_models(parts: Parts) -> bool:
-    """Whether loading the state of the models copies tensors and does nothing else."""
-    return parts.shards is None and all(map(foreign.loads_by_copying, parts.models))
+def parts_to_map(parts: Parts) -> Collection[str]:
+    """The parts of a state the load of which copies tensors and does nothing else."""
+    if parts.shards is not None or not all(map(foreign.loads_by_copying, parts.models)):
+        return ()
+    return ("models", "optimizers") if all(map(foreign.is_usual_optimizer, parts.optimizers)) else ("models",)
+
+
+def unmapped(saved: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of an optimizer, which was read from a file, in memory: that of its present state,
+    where it fits."""
+    present = optimizer.state_dict()["state"]
+
+    def moved(value: Any, number: Any, name: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        here = present[number].get(name) if number in present else None
+        if not (type(here) is torch.Tensor and (here.dtype, here.shape) == (value.dtype, value.shape)):
+            return value.clone()
+        return here.copy_(value)
+
+    state = {
+        number: {name: moved(value, number, name) for name, value in own.items()} if isinstance(own, dict) else copied(own)
+        for number, own in saved["state"].items()
+    }
+    return {**saved, "state": state}
 
 
 def restore(operator: TrainingOperator, parts: Parts, state: dict[str, Any]) -> None:

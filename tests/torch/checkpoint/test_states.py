@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from raysgd import AutoCheckpoint, CheckpointError, train
+from raysgd import AutoCheckpoint, CheckpointError, TorchTrainer, train
 from raysgd.torch.checkpoint import shard_files
 from raysgd.torch.fsdp import gathered, placed
 from tests import storing
@@ -271,6 +271,31 @@ def test_a_state_that_is_read_from_a_file_does_not_need_the_file_later(tmp_path:
         Path(path).write_bytes(bytes(Path(path).stat().st_size))  # the same file, and not another one of its name
         assert [trainer.train(num_steps=2)["train_loss"] for _ in range(2)] == [each["train_loss"] for each in steps]
         assert torch.equal(weights(trainer), expected)
+
+
+def test_an_optimizer_keeps_its_memory_when_its_state_is_read_from_a_file(tmp_path: Path) -> None:
+    """A new one, which has no state yet, gets memory of its own."""
+
+    class Subject(Line):
+        def make_optimizer(self, model: nn.Module, lr: Any) -> Any:
+            return torch.optim.Adam(model.parameters(), lr=lr)
+
+    def moments(trainer: TorchTrainer) -> list[torch.Tensor]:
+        return [state["exp_avg"] for state in operator_of(trainer).optimizer.state.values()]
+
+    with inline(Subject) as trainer, inline(Subject) as other:
+        trainer.train(num_steps=2)
+        path = trainer.save(tmp_path / "line.pt")
+        saved = [each.clone() for each in moments(trainer)]
+        trainer.train(num_steps=2)
+        before = moments(trainer)
+        for each in trainer, other:
+            each.load(path)
+        Path(path).write_bytes(bytes(Path(path).stat().st_size))
+        assert all(now is then for now, then in zip(moments(trainer), before, strict=True))
+        for each in trainer, other:
+            assert all(map(torch.equal, moments(each), saved))
+        assert trainer.train(num_steps=2)["train_loss"] == other.train(num_steps=2)["train_loss"]
 
 
 def test_a_learning_rate_that_is_a_tensor_takes_the_number_of_a_state() -> None:
