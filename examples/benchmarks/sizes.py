@@ -9,7 +9,8 @@ checkpoint after a few steps.
     step_s       of raysgd, the mean over all, snapshots included
     step_ratio   that, over the hand-written loop's
     pause_s      the longest time between two steps, less a usual one: a snapshot of the state. copy_s is one copy of it
-    kill_s       from the kill to the next step of another worker. kill_still_s is what raysgd reports of it, without the step
+    kill_s       the longest time between two steps around a kill, in which a step was repeated. Of it, kill_still_s is what raysgd
+                 reports, without the step
     growth_s     how long the other workers stand still when the new one joins, as raysgd reports it; beside that, broadcast_s:
                  the same state in one broadcast to the same workers, and wrap_s: DistributedDataParallel(model)
     train_v2_s   from the kill to the next step, with Ray Train v2
@@ -236,7 +237,7 @@ def measure(case: Case) -> dict[str, Any]:
         row["train_v2_s"] = case.kill_of_ray_train_s(steps=4)
     except (RuntimeError, TimeoutError) as error:
         row["note"] = f"Ray Train v2 failed: {error}"
-    return row
+    return {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
 
 
 def kill(trainer: TorchTrainer, trace: Path, usual: float) -> dict[str, Any]:
@@ -262,10 +263,11 @@ def kill(trainer: TorchTrainer, trace: Path, usual: float) -> dict[str, Any]:
     while thread.is_alive():
         trainer.train(num_steps=2)
     grown = trainer.apply_all_operators(lambda operator: operator.grown_mb)
-    after = [each for each in traces.read(trace) if each.at > killed[0]]
+    steps = of_first(traces.read(trace))
+    after = next(number for number, each in enumerate(steps) if each.at > killed[0])
     lost, growth = trainer.recoveries
     return {
-        "kill_s": after[0].at - killed[0],
+        "kill_s": traces.longest_gap(steps[after - 1 : after + 2]),
         "kill_still_s": lost.seconds,
         "growth_s": growth.seconds,
         "driver_mb": driver[0],
