@@ -47,6 +47,7 @@ BENCHMARKS = (
     Benchmark("kill_curve", "", ""),
     Benchmark("rerun", "--rounds 1", "--rounds 1"),
     Benchmark("saving", "--sizes 10 100 1000 --rounds 3", "--sizes 10 100 1000 --rounds 2"),
+    Benchmark("sizes", "--sizes 1000 100 10", "--sizes 100 --optimizers Adam --seconds 10", takes_longer=True),
     Benchmark("same_numbers", "", "--only gpt --epochs 4", takes_longer=True),
     Benchmark("unequal", "", "--rounds 1", takes_longer=True),
     Benchmark("scale", "", "--ranks 100 1000", takes_longer=True),

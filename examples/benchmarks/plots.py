@@ -1,4 +1,4 @@
-"""The pictures of what kill_curve.py, same_numbers.py and unequal.py found: SVG, in a light and a dark variant.
+"""The pictures of what kill_curve.py, same_numbers.py, sizes.py and unequal.py found: SVG, in a light and a dark variant.
 
 python examples/benchmarks/plots.py        from results/ into docs/benchmarks/
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from fill_page import as_drawn
+from fill_page import as_drawn, middle
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).resolve().parent
@@ -111,6 +111,30 @@ def unequal(rows: Rows) -> dict[str, Figure]:
     return pictures
 
 
+def sizes(rows: Rows) -> dict[str, Figure]:
+    """Seconds without a step over the size of the model, with Adam and two workers, both on scales of powers of ten."""
+    own = sorted((row for row in rows if (row["optimizer"], row["workers"]) == ("Adam", 2)), key=lambda row: row["mb"])
+    pictures = {}
+    for mode, ink in INKS.items():
+        drawn, (axis,) = bare(3.6, 1, ink)
+        for name, (label, hue, style) in MOVES.items():
+            points = [(row["mb"], middle(row[name])) for row in own if row.get(name) is not None]
+            axis.plot(*zip(*points, strict=True), color=hue, label=label, linestyle=style, marker="o", linewidth=2)
+        axis.set(xscale="log", yscale="log")
+        axis.minorticks_off()
+        axis.set_xlabel("MB of parameters; Adam has twice as much beside them", fontsize=10, color=ink)
+        axis.set_ylabel("seconds", fontsize=10, color=ink)
+        axis.legend(fontsize=10, frameon=False, labelcolor=ink, loc="center left")
+        pictures[f"sizes_{mode}"] = drawn
+    return pictures
+
+
+MOVES = {
+    "train_v2_s": ("Ray Train v2: a worker is killed", "#4a90d9", "-"),
+    "growth_s": ("raysgd: a worker joins", "#e0632b", "-"),
+    "kill_still_s": ("raysgd: a worker is killed", "#e0632b", "--"),
+    "broadcast_s": ("the state in one broadcast", "#8d96a0", "-"),
+}
 WAYS = {
     "by_hand": ("torchrun", "#8d96a0"),
     "raysgd": ("raysgd", "#4a90d9"),
@@ -118,7 +142,7 @@ WAYS = {
 }
 
 
-PLOTS = {"kill_curve": kill_curve, "same_numbers": same_numbers, "unequal": unequal}
+PLOTS = {"kill_curve": kill_curve, "same_numbers": same_numbers, "sizes": sizes, "unequal": unequal}
 
 
 def plot_all(results: Path, into: Path) -> list[Path]:

@@ -1,9 +1,11 @@
-"""G: what snapshots, saves and loads cost, with models of 1.5 and 5 GB in one worker of Ray."""
+"""G: what snapshots, saves, loads and changes of the workers cost, with models of 1 and 10 GB."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
+import signal
 import statistics
 import tempfile
 import time
@@ -11,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
@@ -69,20 +73,67 @@ def peak(operator: Any) -> float:
 
 def saves(notes: Notes) -> None:
     took = 0.0  # for each byte
-    for size in [1 << 24] if notes.small else [3 << 29, 5 << 30]:
+    for size in [1 << 24] if notes.small else [1 << 30, 10 << 30]:
         name, began = f"{size / 2**30:.2g} GiB", time.monotonic()
         if notes.left() < took * size:
             notes.add(f"{name}: state", "not run", note="no time left")
             continue
-        try:
-            measure(notes, name, size)
-        except Exception as error:
-            notes.add(f"{name}: state", "an error", note=first_line(error))
+        for part in changes, measure:
+            try:
+                part(notes, name, size)
+            except Exception as error:
+                notes.add(f"{name}: {part.__name__}", "an error", note=first_line(error))
         took = (time.monotonic() - began) / size
 
 
+def described(notes: Notes, size: int) -> dict[str, Any]:
+    return {"bytes": size, "width": 512 if notes.small else 8192}
+
+
+def by_hand(operator: Any) -> tuple[float, float]:
+    """Return the seconds of a broadcast of the weights, and of DistributedDataParallel."""
+
+    def timed(action: Any) -> float:
+        dist.barrier()
+        common.wait()
+        began = time.monotonic()
+        made = action()
+        common.wait()
+        took = time.monotonic() - began
+        del made
+        return took
+
+    model = operator.unwrapped()
+    return (
+        timed(lambda: [dist.broadcast(each.detach(), 0) for each in model.parameters()]),
+        timed(lambda: DistributedDataParallel(model, gradient_as_bucket_view=True)),
+    )
+
+
+def changes(notes: Notes, name: str, size: int) -> None:
+    """Remove a worker, add one, and kill one, beside what moves the same state by hand."""
+    elastic = ElasticConfig(snapshot_every=None, hang_timeout_s=60)
+    arguments = {**common.group_arguments(2), "config": described(notes, size), "timeout_s": 60}
+    with TorchTrainer(training_operator_cls=Large, elastic=elastic, **arguments) as trainer:
+        trainer.train(num_steps=1)
+        for what, found in zip(
+            ("a broadcast of the weights", "DistributedDataParallel(model)"),
+            zip(*trainer.apply_all_operators(by_hand), strict=True),
+            strict=True,
+        ):
+            notes.add(f"{name}: {what}", round(max(found), 4), "s")
+        for workers in (1, 2):
+            trainer.resize(workers)
+            trainer.train(num_steps=1)
+        os.kill(trainer.apply_all_workers(os.getpid)[1], signal.SIGKILL)
+        trainer.train(num_steps=1)
+        for each in trainer.recoveries[:3]:
+            notes.add(f"{name}: {each.reason}, {each.world_size_after} workers after it", round(each.seconds, 4), "s")
+        seconds(notes, f"{name}: get_model()", trainer.get_model)
+
+
 def measure(notes: Notes, name: str, size: int) -> None:
-    config = {"bytes": size, "width": 512 if notes.small else 8192}
+    config = described(notes, size)
     given: dict[str, Any] = {"use_ray": True, "use_gpu": common.gpus() > 0, "num_cpus_per_worker": 1}
     elastic = ElasticConfig(snapshot_every=EVERY)
     in_memory = "/dev/shm" if shutil.disk_usage("/dev/shm").free > 4 * size else None  # not the speed of a disk

@@ -62,7 +62,7 @@ PHASES = (
     Phase("D", "broken GPUs, and memory that runs out", 75, "faults.faults", nccl=True, alone=True),
     Phase("E", "time and memory of a step against hand-written loops", 100, "speed.ratios", shrinks=True, alone=True),
     Phase("F", "slow loaders, and waits for the device", 15, "speed.overlap", shrinks=True, alone=True),
-    Phase("G", "snapshots, saves and loads", 30, "state.saves", shrinks=True, alone=True),
+    Phase("G", "snapshots, saves, loads and changes of workers", 90, "state.saves", shrinks=True, alone=True),
 )
 MANY_CORES = 8  # with fewer, phases that start workers hold each other up
 
