@@ -83,16 +83,18 @@ class HorovodExchange(Exchange):
                 )
             optimizer.register_step_pre_hook(self._before_step)
 
-    def joined(self) -> None:
+    def equalize(self) -> None:
         import horovod.torch as hvd
 
-        for sender in self._senders.values():
-            sender.end()
-        self._senders.clear()
         for model in self._models:
             hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         for optimizer in self._optimizers:
             _broadcast_state(hvd, optimizer)
+
+    def joined(self) -> None:
+        for sender in self._senders.values():
+            sender.end()
+        self._senders.clear()
         self.begin_call()
 
     def begin_call(self) -> None:

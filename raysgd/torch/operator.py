@@ -545,6 +545,7 @@ class TrainingOperator(Scheduling):
                 self._internals.pace.newest = parts.newest_wait_s
         parts.exchange.prepare(parts.models, parts.optimizers)
         if not self._internals.rank_info.solo:
+            parts.exchange.equalize()
             parts.exchange.joined()
 
     def _configure_fsdp(self, model: nn.Module, mesh: Any) -> None:

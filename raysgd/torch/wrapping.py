@@ -36,9 +36,13 @@ class Exchange:
     def prepare(self, models: list[Any], optimizers: list[Any]) -> None:
         """Called once, when the operator registers its parts."""
 
+    def equalize(self) -> None:
+        """Called once, on all ranks that register their parts together: make their weights the
+        same."""
+
     def joined(self) -> None:
-        """Called on all ranks when the process group of a generation is up: make the weights the
-        same everywhere, and reset the exchange."""
+        """Called on all ranks when the process group of a generation is up, and their weights are
+        the same: reset the exchange."""
 
     def begin_call(self) -> None:
         """Called on all ranks when a call of the trainer begins."""
