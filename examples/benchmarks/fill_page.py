@@ -221,7 +221,9 @@ def seen(document: Mapping[str, Any]) -> str:
     if document["benchmark"] == "unequal":
         return "What each of four workers computes in an epoch: with equal shares, three wait for the slow one"
     if document["benchmark"] == "sizes":
-        return "Seconds without a step over the size of the model, when a worker joins or is killed, beside one broadcast"
+        return (
+            "Seconds without a step over the size of the model, when a worker joins or is killed, beside one broadcast"
+        )
     if document["benchmark"] == "same_numbers":
         return "The GPT's validation loss over the epochs: three lines on top of each other"
     parts = [

@@ -103,15 +103,18 @@ class Sized(TrainingOperator):
 
     def by_hand(self) -> dict[str, float]:
         """A broadcast of the state, a copy of it to memory that exists, and the model wrapped: the seconds on this rank."""
-        state, parameters = self.tensors(), [each.detach() for each in self.model.parameters()]
-        room = [each.clone() for each in parameters]
-        copied_s = timed(lambda: [to.copy_(each) for to, each in zip(room, parameters, strict=True)])
-        del room
+        state = self.tensors()
         return {
             "broadcast_s": timed(lambda: [dist.broadcast(each, 0) for each in state]),
-            "copy_s": copied_s * sum(each.nbytes for each in state) / sum(each.nbytes for each in parameters),
+            "copy_s": self._copy_s() * sum(each.nbytes for each in state) / (self.config["mb"] * 1e6),
             "wrap_s": timed(lambda: DistributedDataParallel(unwrapped(self.model), gradient_as_bucket_view=True)),
         }
+
+    def _copy_s(self) -> float:
+        """Of the parameters, because there may be no room for a second state."""
+        parameters = [each.detach() for each in self.model.parameters()]
+        room = [each.clone() for each in parameters]
+        return timed(lambda: [to.copy_(each) for to, each in zip(room, parameters, strict=True)])
 
     def save_by_hand(self, path: str) -> float:
         state = {"model": unwrapped(self.model).state_dict(), "optimizer": self.optimizer.state_dict()}

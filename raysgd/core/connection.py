@@ -14,8 +14,8 @@ import pickle
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import IO, TypeVar
 
@@ -113,8 +113,8 @@ class Connection:
     ) -> Body:
         """Read a message's body directly to where it stays. Call `moved` whenever a part has
         arrived, with how much of the beginning is there."""
-        if room is None and size >= LARGE and (file := _file_for(size)) is not None:
-            with file:
+        with _file_for(size) if room is None else nullcontext() as file:
+            if file is not None:
                 return self._receive_file(file, size, moved)
         body = bytearray(size) if room is None else room
         view, filled = memoryview(body), 0
@@ -226,19 +226,17 @@ def as_timeout(error: OSError) -> OSError:
     return TimeoutError(str(error)) if error.errno in UNREACHABLE else error
 
 
-def _file_for(size: int) -> IO[bytes] | None:
-    """Make a temporary file without a name for a large body (a full state), so that a driver on a
-    small machine does not need the memory for it. None if there is no room for it."""
-    if not hasattr(os, "posix_fallocate"):
-        return None
-    try:
-        file = tempfile.TemporaryFile(prefix="raysgd-")
-        try:
-            os.posix_fallocate(file.fileno(), 0, size)  # now, because a full disk could not be reported later
-        except BaseException:
-            file.close()
-            raise
-        return file
-    except OSError as error:
-        logger.info("keeping %d bytes in memory, because no temporary file can hold them: %s", size, error)
-        return None
+@contextmanager
+def _file_for(size: int) -> Iterator[IO[bytes] | None]:
+    """A temporary file without a name for a large body (a full state), so that a driver on a small
+    machine does not need the memory for it. None for another one, or if there is no room."""
+    with ExitStack() as opened:
+        file = None
+        if size >= LARGE and hasattr(os, "posix_fallocate"):
+            try:
+                file = opened.enter_context(tempfile.TemporaryFile(prefix="raysgd-"))
+                os.posix_fallocate(file.fileno(), 0, size)  # now, because a full disk could not be reported later
+            except OSError as error:
+                logger.info("keeping %d bytes in memory, because no temporary file can hold them: %s", size, error)
+                file = None
+        yield file

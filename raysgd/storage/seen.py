@@ -40,7 +40,7 @@ def kept_open(path: Path) -> BinaryIO:
     its name is given to another one."""
     with readable():
         descriptor = os.open(path, os.O_RDONLY)
-    file = open(descriptor, "rb", closefd=False)
+    file = open(descriptor, "rb", closefd=False)  # noqa: SIM115 - the caller reads it
     weakref.finalize(file, os.close, descriptor)
     return file
 

@@ -47,8 +47,8 @@ def weight_sums(replica: TorchReplica) -> str:
 
 
 def get_model(replica: TorchReplica) -> Blobs | None:
-    """The unwrapped models, on rank 0, which are sent as they are: nothing changes them before
-    this call has ended."""
+    """The unwrapped models, on rank 0, which are sent as they are: nothing changes them before this
+    call has ended."""
     first, parts = replica.rank == 0, replica.internals.parts
     if parts.shards is not None:
         saved = gathered([model.state_dict() for model in parts.models], keep=first)

@@ -18,9 +18,8 @@ from raysgd.engine.engine import Engine
 from raysgd.engine.failure import UNDEFINED
 from raysgd.errors import CheckpointError, RemoteTraceback
 from raysgd.storage import checksums, locations, remote
-from raysgd.storage.folders import MARKER
 from raysgd.storage.remote import Uri
-from raysgd.storage.seen import SeenFile, UnseenError, kept_open, readable, verified_file
+from raysgd.storage.seen import UnseenError, kept_open, readable, verified_file
 from raysgd.training import loading
 from raysgd.training.seeding import DrawnAnew
 from raysgd.workers.calls import Blob
@@ -39,32 +38,22 @@ class Loads:
         self._again: Callable[[Take], None] | None = None  # loads what it has read, whatever is there now
 
     def load(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
+        self._again = None
         self._load(path, self.take, trusted=trusted)
         where = locations.place(path)
         where = where.absolute() if isinstance(where, Path) else where
         self._loaded(partial(self._load, where, trusted=trusted), where)
 
     def restore(self, data: Any, *, trusted: bool = False) -> None:
+        self._again = partial(self._restore, data, trusted=trusted)
         self._restore(data, self.take, trusted=trusted)
-        self._loaded(partial(self._restore, data, trusted=trusted))
+        self._loaded(self._again)
 
     def _loaded(self, again: Callable[[Take], None], where: locations.Place | None = None) -> None:
         """Note that all ranks have loaded a state, which this loads again, from a place if it is
         not in memory."""
         kept, self._again = self._again, None
         self._engine.keep_load(self._snapshot(kept or again, self._count))
-
-    def _to_load_again(
-        self, again: Callable[[Take], None], where: locations.Place | None, loads: int | None
-    ) -> Snapshot:
-        version = _version(where)
-
-        def load(take: Take) -> None:
-            if _version(where) != version:
-                raise CheckpointError(f"{where} was replaced since it was loaded")
-            again(take)
-
-        return self._snapshot(load, loads)
 
     def _snapshot(
         self,
@@ -162,15 +151,6 @@ class Loads:
 
 class _RankFailed(Exception):
     """A rank has failed while it loaded a checkpoint."""
-
-
-def _version(where: locations.Place | None) -> SeenFile | None:
-    """A value that changes when a checkpoint in a file system is replaced."""
-    if not isinstance(where, Path):
-        return None
-    path = where / MARKER if where.is_dir() else where
-    with readable(), open(path, "rb") as file:
-        return SeenFile.of(file, path)
 
 
 def raise_refused(values: Sequence[Any], consequence: str) -> None:

@@ -44,7 +44,8 @@ class WorkerEnded:
 @dataclass(frozen=True)
 class MessageReceived:
     """A worker sent a message: progress, an answer, a snapshot or a report. `body` holds its data,
-    that of an answer in its parts. The sender of a `FunctionReport` waits until somebody calls `acknowledge`; any thread may."""
+    that of an answer in its parts. The sender of a `FunctionReport` waits until somebody calls
+    `acknowledge`; any thread may."""
 
     worker: str
     message: Message

@@ -106,7 +106,9 @@ class RayGroup:
         self._draining: dict[str, float | None] = {}
         self._drain_query: GcsQuery[dict[str, float | None]] | None = None
         self._ask_at = 0.0
-        self.control = ControlServer(self._events, cluster.driver_address(), node=self._here)  # last, as it starts a thread
+        self.control = ControlServer(
+            self._events, cluster.driver_address(), node=self._here
+        )  # last, as it starts a thread
         self.control.unreachable_s = unreachable_s
         if tenure is not None:
             tenure.on_renewed = self.control.greet

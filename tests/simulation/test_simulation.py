@@ -311,7 +311,10 @@ def test_schedules_of_faults_break_no_guarantee() -> None:
 @pytest.mark.parametrize("steps", [0, 1])
 def test_all_workers_fail_before_a_snapshot_of_what_was_loaded_arrives(in_place: bool, steps: int) -> None:
     """They load it again."""
-    script, faults = ("train 3", "save", "train", "load", "train"), (Fault("kill", "data", count=13 + 3 * steps, others=16),)
+    script, faults = (
+        ("train 3", "save", "train", "load", "train"),
+        (Fault("kill", "data", count=13 + 3 * steps, others=16),),
+    )
     result = run(Plan(seed=1, in_place=in_place, shares=True, script=script, faults=faults))
     assert result.error is None and result.redone == steps
     (recovery,) = result.recoveries

@@ -17,7 +17,7 @@ from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage import durable, locations, remote
 from raysgd.storage.folders import MARKER, FileEntry, dump_list
 from raysgd.storage.remote import Uri
-from raysgd.storage.seen import readable
+from raysgd.storage.seen import SeenFile, readable
 from raysgd.torch import replica_calls
 from raysgd.torch.checkpoint import shard_files
 from raysgd.training.auto_checkpoint import CheckpointFolder
@@ -93,6 +93,18 @@ class ShardedLoads(Loads):
         if self._from is not None and str(self._from[0]) == path:
             self._saved = [(None, self._to_load_again(self._from[1], self._from[0], None))]
 
+    def _to_load_again(
+        self, again: Callable[[Take], None], where: locations.Place | None, loads: int | None
+    ) -> Snapshot:
+        version = _version(where)
+
+        def load(take: Take) -> None:
+            if _version(where) != version:
+                raise CheckpointError(f"{where} was replaced since it was loaded")
+            again(take)
+
+        return self._snapshot(load, loads)
+
     def _load_folder(self, folder: locations.Place, take: Take, *, trusted: bool) -> None:
         with readable():
             inner, files = shard_files.read_manifest(folder)
@@ -107,6 +119,15 @@ class ShardedLoads(Loads):
         else:
             here = folder.absolute() if isinstance(folder, Path) else folder
             take(replica_calls.restore_shards, {"folder": here / inner, "files": files})
+
+
+def _version(where: locations.Place | None) -> SeenFile | None:
+    """A value that changes when a checkpoint in a file system is replaced."""
+    if not isinstance(where, Path):
+        return None
+    path = where / MARKER if where.is_dir() else where
+    with readable(), open(path, "rb") as file:
+        return SeenFile.of(file, path)
 
 
 class _ShardedDraft:

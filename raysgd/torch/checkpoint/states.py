@@ -257,7 +257,9 @@ def unmapped(saved: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return here.copy_(value)
 
     state = {
-        number: {name: moved(value, number, name) for name, value in own.items()} if isinstance(own, dict) else copied(own)
+        number: {name: moved(value, number, name) for name, value in own.items()}
+        if isinstance(own, dict)
+        else copied(own)
         for number, own in saved["state"].items()
     }
     return {**saved, "state": state}
