@@ -145,7 +145,7 @@ def kills(lines: list[dict[str, Any]]) -> int:
 
 
 @pytest.mark.more
-@pytest.mark.script("env,A,B,C,D", run=on_emulations)
+@pytest.mark.script("env,A,B,C,D,G", run=on_emulations)
 def test_the_phases_run_on_emulations(outcome: Any) -> None:
     lines = outcome()
     seen = {(line["phase"], line["what"]): line["seen"] for line in lines}
@@ -158,6 +158,8 @@ def test_the_phases_run_on_emulations(outcome: Any) -> None:
     assert seen["D", "no memory in a step"] == "the user's error"
     afterwards = {what: value for (name, what), value in seen.items() if name == "D" and "afterwards" in what}
     assert list(afterwards.values()) == [3, 3], "a broken GPU, and memory that is freed late, end no training"
+    changes = [what.partition(": ")[2] for name, what in seen if name == "G" and ", to " in what]
+    assert changes == ["shrink, to 1", "growth, to 2", "worker death, to 1"]
 
 
 @pytest.mark.nightly

@@ -128,7 +128,7 @@ def changes(notes: Notes, name: str, size: int) -> None:
         os.kill(trainer.apply_all_workers(os.getpid)[1], signal.SIGKILL)
         trainer.train(num_steps=1)
         for each in trainer.recoveries[:3]:
-            notes.add(f"{name}: {each.reason}, {each.world_size_after} workers after it", round(each.seconds, 4), "s")
+            notes.add(f"{name}: {each.reason}, to {each.world_size_after}", round(each.seconds, 4), "s")
         seconds(notes, f"{name}: get_model()", trainer.get_model)
 
 
