@@ -121,10 +121,11 @@ class Sized(TrainingOperator):
         return timed(lambda: torch.save(state, path) if self.world_rank == 0 else None)
 
     def load_by_hand(self, path: str) -> float:
-        """Read on each rank, and copy to tensors that exist, as `load_state_dict` does."""
+        """Read on each rank, and copy to tensors that exist, as `load_state_dict` does. The file is mapped, because there may be no
+        room for a second state on each rank."""
 
         def load() -> None:
-            read = torch.load(path, weights_only=True)
+            read = torch.load(path, weights_only=True, mmap=True)
             kept = [each for state in read["optimizer"]["state"].values() for each in state.values()]
             for mine, saved in zip(self.tensors(), [*read["model"].values(), *kept], strict=True):
                 mine.copy_(saved)

@@ -83,7 +83,8 @@ def raise_user_error(outcome: Failed, info: WorkerInfo) -> NoReturn:
     vars(error)["raysgd_rank"] = info.rank  # not by assignment, which an exception class can refuse
     kind = type(error)
     for name, text, hint in HINTS if hasattr(error, "add_note") else ():  # from Python 3.11 on
-        if kind.__name__ == name and text in text_of(error):
+        # Ray's error of this name is about the machine's memory.
+        if kind.__name__ == name and text in text_of(error) and not kind.__module__.startswith("ray."):
             error.add_note(hint)
     if error.__traceback__ is not None:
         raise error

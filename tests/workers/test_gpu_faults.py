@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from raysgd.core.control import Control
@@ -244,3 +245,9 @@ def test_out_of_memory_in_a_step_says_what_to_write() -> None:
         raise_user_error(Failed(error, "a traceback"), WorkerInfo("w1", rank=1))
     assert caught.value.args == ("CUDA out of memory",)
     assert getattr(caught.value, "__notes__", [MEMORY_HINT]) == [MEMORY_HINT]
+
+
+def test_too_little_memory_of_a_machine_is_no_full_gpu() -> None:
+    with pytest.raises(ray.exceptions.OutOfMemoryError) as caught:
+        raise_user_error(Failed(ray.exceptions.OutOfMemoryError("the node"), "a traceback"), WorkerInfo("w1", rank=1))
+    assert not hasattr(caught.value, "__notes__")
