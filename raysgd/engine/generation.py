@@ -183,7 +183,7 @@ class Generation:
         shares = self._backend.shares and not new  # who has no replica takes part in no broadcast
         if not self.hear_from(workers, leave=bool(new or (self._behind(built)[1] and not shares))):
             return False
-        source, behind = self._behind(built)
+        source, behind = self._behind(built) if saved is None else ("", [])
         if behind and not shares:
             with self._table.during("agreement"):
                 given = self._fetch(source)

@@ -143,7 +143,7 @@ def _named(number: int, optimizer: Any) -> list[tuple[str, Any]]:
 def _broadcast_state(hvd: Any, optimizer: Any) -> None:
     """Give rank 0's state to every rank. Horovod's own function makes a step with an optimizer that
     has no state yet, to create one. That is not necessary: either all ranks have a state, or none
-    has, because the engine has made them equal."""
+    has."""
     if isinstance(optimizer, torch.optim.LBFGS):
         optimizer.load_state_dict(hvd.broadcast_object(optimizer.state_dict(), root_rank=0, name="raysgd.optimizer"))
     elif optimizer.state:

@@ -322,9 +322,10 @@ def is_usual_optimizer(optimizer: Any) -> bool:
         "_optimizer_load_state_dict_pre_hooks",
         "_optimizer_load_state_dict_post_hooks",
     )
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return False
     changed = not vars(optimizer).keys().isdisjoint(("state_dict", "load_state_dict"))
-    usual = type(optimizer).__module__.startswith("torch.optim.") and not changed
-    return usual and not any(getattr(optimizer, each) for each in hooks)
+    return not changed and not any(getattr(optimizer, each) for each in hooks)
 
 
 def with_module_versions(content: dict[Any, Any], state: Any) -> dict[Any, Any]:

@@ -4,7 +4,7 @@ Worker."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -88,6 +88,7 @@ class TorchReplica(ReplicaBase):
         # Of this script, and of the one whose state this is.
         self._made_with = self._loaded_settings = made_with(internals.parts)
         self._same_rows = rank_info.world_size == 1  # as the other ranks of this generation
+        self._mapped: Collection[str] = ()  # the parts of the state that was read last, which are still in the file
         self._continues_script = False  # its state is that of another script, whose workers it has taken over
         self._loaded_from = 0  # the number of workers of the group from which a state was loaded; 0 if none was
 
@@ -157,12 +158,20 @@ class TorchReplica(ReplicaBase):
             **self.internals.part_states.state(),
             **loaders,
         }
-        trained = {"trained": [each.requires_grad for each in self._parameters]} if for_peers else {}
+        trained = {"trained": self.unsaved()} if for_peers else {}
         return {**found, **({"rows": rows} if rows else {}), "settings": self._loaded_settings, **trained}
 
     @property
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [each for model in self.internals.parts.models for each in model.parameters()]
+
+    def unsaved(self) -> list[bool]:
+        return [each.requires_grad for each in self._parameters]
+
+    def load_unsaved(self, unsaved: Any) -> None:
+        for parameter, trained in zip(self._parameters, unsaved or (), strict=False):
+            if parameter.requires_grad != trained:  # user code has frozen some since `setup`
+                parameter.requires_grad_(trained)
 
     @property
     def saves_together(self) -> bool:
@@ -230,9 +239,7 @@ class TorchReplica(ReplicaBase):
         self.undefined = True  # an error may follow, and this rank must not pass on what it has then
         self._adopt(state)
         self.internals.part_states.taken(self.position.step)
-        for parameter, trained in zip(self._parameters, state.get("trained", ()), strict=False):
-            if parameter.requires_grad != trained:  # user code has frozen some since `setup`
-                parameter.requires_grad_(trained)
+        self.load_unsaved(state.get("trained"))
         if (position := state.get("validation_loader")) is not None:
             self.sources["validation"] = self._open_source(self.internals.parts.validation_loader, "validation")
             self.sources["validation"].load(position)
@@ -251,17 +258,18 @@ class TorchReplica(ReplicaBase):
             self.sources["train"].load(position)
 
     def read(self, source: Any, *, trusted: bool) -> dict[str, Any]:
+        self._mapped = states.parts_to_map(self.internals.parts) if isinstance(source, SeenFile) else ()
         if isinstance(source, SeenFile):
-            return states.read(source, trusted=trusted, mapped=states.parts_to_map(self.internals.parts))
+            return states.read(source, trusted=trusted, mapped=self._mapped)
         return states.parse(source.data, trusted=trusted)
 
     def check(self, state: dict[str, Any]) -> None:
         check_fits(self.internals.parts, state)
 
     def adopt(self, state: dict[str, Any]) -> None:
-        registered = self.internals.parts
-        if "optimizers" in states.parts_to_map(registered):
-            state = {**state, "optimizers": [*map(states.unmapped, state["optimizers"], registered.optimizers)]}
+        if "optimizers" in self._mapped:
+            optimizers = map(states.unmapped, state["optimizers"], self.internals.parts.optimizers)
+            state = {**state, "optimizers": [*optimizers]}
         if (source := self.sources.pop("train", None)) is not None:
             source.close()
         self._adopt(state)

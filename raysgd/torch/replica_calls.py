@@ -27,7 +27,7 @@ from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.rank_comparison import elements_of, sums_of
 from raysgd.torch.replica import TorchReplica
-from raysgd.training.loading import Refusal, agreed, refusal_of, take_over
+from raysgd.training.loading import agreed, refusal_of, take_over
 from raysgd.training.seeding import derived_seed
 from raysgd.training.writing import Report, reported
 from raysgd.workers.calls import Blobs
@@ -132,7 +132,7 @@ def save_shards(replica: TorchReplica, folder: Place, transfers: list[str], late
     return reported(replica, transfers[replica.rank], write, later=later)
 
 
-def restore_shards(replica: TorchReplica, folder: Place, files: shard_files.Files, loads: int | None) -> Refusal | None:
+def restore_shards(replica: TorchReplica, folder: Place, files: shard_files.Files, loads: int | None) -> Any:
     """Load a sharded checkpoint, of which each rank verifies some files."""
     parts, ranks = replica.internals.parts, replica.operator.world_size
     with closing(shard_files.ShardFolder(folder, files)) as source:

@@ -42,6 +42,9 @@ class LoadingReplica(Protocol):
     def end_load(self, loads: int | None) -> None:
         """Complete the load of a checkpoint."""
 
+    def unsaved(self) -> Any:
+        """What a checkpoint does not have of the state, which is little."""
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -54,7 +57,7 @@ class Refusal:
     unseen: bool = False
 
 
-def restore(replica: LoadingReplica, source: Any, trusted: bool, loads: int | None) -> Refusal | None:
+def restore(replica: LoadingReplica, source: Any, trusted: bool, loads: int | None) -> Any:
     """Load a checkpoint from a file that this rank may see, or from bytes that were sent to it.
     `loads` counts the user's loads; it is the same on each rank that has loaded this one. None: the
     state is this trainer's own, and so are the calls that it counts."""
@@ -62,18 +65,27 @@ def restore(replica: LoadingReplica, source: Any, trusted: bool, loads: int | No
 
 
 def load_again(
-    replica: Any, method: Callable[..., Any], arguments: dict[str, Any], workers: int, loads: int | None
+    replica: Any,
+    method: Callable[..., Any],
+    arguments: dict[str, Any],
+    workers: int,
+    loads: int | None,
+    unsaved: Any,
 ) -> Refusal | None:
     """Load, in new processes, what this trainer has saved or loaded when it had so many workers."""
-    refusal: Refusal | None = method(replica, **arguments, loads=loads)
-    if refusal is None and workers != replica.operator.world_size:
+    found = method(replica, **arguments, loads=loads)
+    if isinstance(found, Refusal):
+        return found
+    replica.load_unsaved(unsaved)
+    if workers != replica.operator.world_size:
         replica.operator.resized(workers, replica.operator.world_size)
-    return refusal
+    return None
 
 
-def take_over(replica: LoadingReplica, read: Callable[[], dict[str, Any]], loads: int | None) -> Refusal | None:
-    """Load the checkpoint that `read` returns. If a worker fails while the ranks change their
-    state, the driver repeats the load."""
+def take_over(replica: LoadingReplica, read: Callable[[], dict[str, Any]], loads: int | None) -> Any:
+    """Load the checkpoint that `read` returns. Return a `Refusal`, or what a checkpoint does not
+    have of the state. If a worker fails while the ranks change their state, the driver repeats the
+    load."""
 
     def checked() -> dict[str, Any]:
         state = read()
@@ -88,7 +100,7 @@ def take_over(replica: LoadingReplica, read: Callable[[], dict[str, Any]], loads
     if refusal is None:
         replica.undefined = False
         replica.end_load(loads)
-    return refusal
+    return refusal or replica.unsaved()
 
 
 def agreed(replica: LoadingReplica, part: Callable[[], T]) -> tuple[T | None, Refusal | None]:

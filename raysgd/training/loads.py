@@ -19,7 +19,7 @@ from raysgd.engine.failure import UNDEFINED
 from raysgd.errors import CheckpointError, RemoteTraceback
 from raysgd.storage import checksums, locations, remote
 from raysgd.storage.remote import Uri
-from raysgd.storage.seen import UnseenError, kept_open, readable, verified_file
+from raysgd.storage.seen import SeenFile, UnseenError, kept_open, readable, verified_file
 from raysgd.training import loading
 from raysgd.training.seeding import DrawnAnew
 from raysgd.workers.calls import Blob
@@ -35,7 +35,9 @@ class Loads:
     def __init__(self, engine: Engine, drawn_anew: DrawnAnew) -> None:
         self._engine, self._drawn_anew = engine, drawn_anew
         self._count = 0  # the number of the newest load
-        self._again: Callable[[Take], None] | None = None  # loads what it has read, whatever is there now
+        # Of the newest load: what loads that again, whatever is there now, and what a checkpoint does not have.
+        self._again: Callable[[Take], None] | None = None
+        self._unsaved: Any = None
 
     def load(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
         self._again = None
@@ -45,15 +47,15 @@ class Loads:
         self._loaded(partial(self._load, where, trusted=trusted), where)
 
     def restore(self, data: Any, *, trusted: bool = False) -> None:
-        self._again = partial(self._restore, data, trusted=trusted)
+        self._again = None
         self._restore(data, self.take, trusted=trusted)
-        self._loaded(self._again)
+        self._loaded(partial(self._restore, data, trusted=trusted))
 
     def _loaded(self, again: Callable[[Take], None], where: locations.Place | None = None) -> None:
         """Note that all ranks have loaded a state, which this loads again, from a place if it is
         not in memory."""
         kept, self._again = self._again, None
-        self._engine.keep_load(self._snapshot(kept or again, self._count))
+        self._engine.keep_load(self._snapshot(kept or again, self._count, unsaved=self._unsaved))
 
     def _snapshot(
         self,
@@ -62,6 +64,7 @@ class Loads:
         *,
         at: Progress | None = None,
         workers: int = 0,
+        unsaved: Any = None,
     ) -> Snapshot:
         """Make a snapshot of the present state, or of that of another place, which the ranks of a
         new generation load."""
@@ -69,7 +72,13 @@ class Loads:
 
         def load(ask: Ask) -> bool:
             def take(method: Callable[..., Any], arguments: dict[str, Any]) -> None:
-                given = {"method": method, "arguments": arguments, "workers": workers, "loads": loads}
+                given = {
+                    "method": method,
+                    "arguments": arguments,
+                    "workers": workers,
+                    "loads": loads,
+                    "unsaved": unsaved,
+                }
                 values = ask(Call(loading.load_again, given))
                 if values is None:
                     raise _RankFailed
@@ -84,6 +93,8 @@ class Loads:
                     f"the workers have changed, and the checkpoint from which training would continue cannot be loaded: {error}. "
                     "Create a new trainer, and load another checkpoint"
                 ) from error
+            finally:
+                self._again = None
             return True
 
         return Snapshot(progress=at, call=at.call, load=load)
@@ -120,7 +131,7 @@ class Loads:
             if seen is not None:
                 try:
                     take(loading.restore, {"source": seen, "trusted": trusted})
-                    self._again = partial(self._restore_file, file, trusted=trusted)
+                    self._again = partial(self._restore_file, file, seen, trusted=trusted)
                     return has_checksums
                 except UnseenError:
                     logger.debug("a worker does not see %s, or cannot read it, so the driver sends its content", where)
@@ -130,8 +141,10 @@ class Loads:
         self._again = partial(self._restore, data, trusted=trusted)
         return has_checksums
 
-    def _restore_file(self, file: BinaryIO, take: Take, *, trusted: bool) -> None:
+    def _restore_file(self, file: BinaryIO, seen: SeenFile, take: Take, *, trusted: bool) -> None:
         with readable():
+            if SeenFile.of(file, Path(seen.path)) != seen:
+                raise CheckpointError(f"{seen.path} was changed since it was loaded")
             file.seek(0)
             data = file.read()
         self._restore(data, take, trusted=trusted)
@@ -146,6 +159,7 @@ class Loads:
         with engine.state_replaced_by_hand(loads):
             values = engine.run(Job(Call(method, {**arguments, "loads": loads}), replaces=True))[-1].values
             raise_refused(values, f"Now {UNDEFINED}" if engine.undefined else "Nothing was changed on any rank")
+        self._unsaved = values[0]
         self._drawn_anew.note("a state was loaded")
 
 

@@ -359,6 +359,13 @@ class ReplicaBase(ABC):
             each.passes.call = -1
         self.snapshots.take(self)
 
+    def unsaved(self) -> Any:
+        """What a checkpoint does not have of the state, and new processes need to load it again."""
+        return None
+
+    def load_unsaved(self, unsaved: Any) -> None:  # noqa: B027 - it is optional
+        """Restore what `unsaved` returned, or, for None, nothing."""
+
     # -- what frameworks do differently ---------------------------------------------------------------
 
     def _begin_call(self) -> None:  # noqa: B027 - it is optional

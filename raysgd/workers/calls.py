@@ -44,9 +44,6 @@ class Blobs(Blob):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return type(self), ([pickle.PickleBuffer(each) for each in self.data],)
 
-    def __len__(self) -> int:
-        return sum(memoryview(each).nbytes for each in self.data)
-
     def copy(self) -> Blobs:
         return type(self)([bytearray(each) for each in self.data])
 

@@ -262,7 +262,7 @@ def _open_connection(address: ControlAddress, hello: messages.Hello, answer_s: f
     except OSError as error:
         raise ConnectionError(  # in one line, because Ray passes on only the text
             f"{socket.gethostname()} {CANNOT_CONNECT} at {address.host}:{address.port} ({error}): a firewall? The environment "
-            f"variable {CONTROL_PORT} of the script chooses that port, or a range"
+            f"variable {CONTROL_PORT} of the script chooses that port, or a range, and GLOO_SOCKET_IFNAME its interface"
         ) from error
 
 

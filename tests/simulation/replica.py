@@ -308,6 +308,9 @@ class SimReplica:
             self._position.call, self._position.call_done, self._position.loads = -1, False, loads
         self._snapshot()
 
+    def unsaved(self) -> None:
+        """Everything is in a checkpoint."""
+
     def close(self) -> None:
         self._worker.point("closing")
 

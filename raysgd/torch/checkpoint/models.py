@@ -15,22 +15,31 @@ from raysgd.workers.calls import Blobs
 
 
 def packed_models(models: Sequence[nn.Module], dumps: Callable[[Any], bytes]) -> Blobs:
-    """The models, on the CPU and in eval mode, and the memory of their weights. `dumps` pickles
-    their classes, too, which can be the script's own."""
+    """The models, on the CPU and in eval mode, and the memory of their weights, which several may
+    share. `dumps` pickles their classes, too, which can be the script's own."""
     apart = list({id(each): each for each in _apart(models)}.values())  # some are in two places
     empty = [_empty(each) for each in apart]
     memo: dict[int, Any] = {id(each): place for each, place in zip(apart, empty, strict=True)}
     copied = [copy.deepcopy(model, memo).cpu().eval() for model in models]
-    content = dumps((copied, empty, [each.shape for each in apart]))
-    return Blobs([content, *(packing.bytes_of(each).cpu().numpy().data for each in apart)])
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in apart}
+    numbers = {pointer: number for number, pointer in enumerate(storages)}
+    views = [
+        (numbers[each.untyped_storage().data_ptr()], each.storage_offset(), each.shape, each.stride()) for each in apart
+    ]
+    return Blobs([dumps((copied, empty, views)), *map(_memory, storages.values())])
+
+
+def _memory(storage: torch.UntypedStorage) -> memoryview:
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage.cpu()).numpy().data
 
 
 def unpacked_models(blobs: Blobs) -> list[nn.Module]:
     """The models, whose weights have the memory of the data."""
-    content, *tensors = blobs.data
-    models, empty, shapes = pickle.loads(content)
-    for place, shape, tensor in zip(empty, shapes, tensors, strict=True):
-        place.data = torch.frombuffer(tensor, dtype=place.dtype).view(shape)
+    content, *memory = blobs.data
+    models, empty, views = pickle.loads(content)
+    storages = [torch.frombuffer(each, dtype=torch.uint8).untyped_storage() for each in memory]
+    for place, (number, *view) in zip(empty, views, strict=True):
+        place.data = torch.empty(0, dtype=place.dtype, device="cpu").set_(storages[number], *view)
     return list(models)
 
 
@@ -42,7 +51,7 @@ def _apart(models: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
             continue
         for each in (*model.parameters(), *model.buffers()):
             usual = type(each) is nn.Parameter or (type(each) is torch.Tensor and packing.is_ordinary(each))
-            if usual and packing.has_bytes(each) and each.is_contiguous() and each.numel():
+            if usual and packing.has_bytes(each) and each.numel():
                 yield each
 
 

@@ -84,26 +84,15 @@ class ShardedLoads(Loads):
 
     def _loaded(self, again: Callable[[Take], None], where: locations.Place | None = None) -> None:
         if not self._is_sharded:
-            return super()._loaded(again, where)
+            return super()._loaded(_unless_replaced(again, where), where)
         self._again, self._from = None, None if where is None else (where, again)
-        self._saved = [(None, self._to_load_again(again, where, self._count))]
+        self._saved = [(None, self._snapshot(_unless_replaced(again, where), self._count))]
 
     def replaced(self, path: str) -> None:
         """Note that the trainer has saved its state here, which may be where it has loaded one."""
         if self._from is not None and str(self._from[0]) == path:
-            self._saved = [(None, self._to_load_again(self._from[1], self._from[0], None))]
-
-    def _to_load_again(
-        self, again: Callable[[Take], None], where: locations.Place | None, loads: int | None
-    ) -> Snapshot:
-        version = _version(where)
-
-        def load(take: Take) -> None:
-            if _version(where) != version:
-                raise CheckpointError(f"{where} was replaced since it was loaded")
-            again(take)
-
-        return self._snapshot(load, loads)
+            where, again = self._from
+            self._saved = [(None, self._snapshot(_unless_replaced(again, where), None))]
 
     def _load_folder(self, folder: locations.Place, take: Take, *, trusted: bool) -> None:
         with readable():
@@ -119,6 +108,17 @@ class ShardedLoads(Loads):
         else:
             here = folder.absolute() if isinstance(folder, Path) else folder
             take(replica_calls.restore_shards, {"folder": here / inner, "files": files})
+
+
+def _unless_replaced(again: Callable[[Take], None], where: locations.Place | None) -> Callable[[Take], None]:
+    version = _version(where)
+
+    def load(take: Take) -> None:
+        if _version(where) != version:
+            raise CheckpointError(f"{where} was replaced since it was loaded")
+        again(take)
+
+    return load
 
 
 def _version(where: locations.Place | None) -> SeenFile | None:

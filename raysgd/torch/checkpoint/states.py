@@ -252,9 +252,9 @@ def unmapped(saved: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
         here = present[number].get(name) if number in present else None
-        if not (type(here) is torch.Tensor and (here.dtype, here.shape) == (value.dtype, value.shape)):
-            return value.clone()
-        return here.copy_(value)
+        if type(here) is torch.Tensor and (here.dtype, here.shape) == (value.dtype, value.shape) and value.dim():
+            return here.copy_(value)
+        return value.clone()  # also a single number, which may be on another device, depending on the options
 
     state = {
         number: {name: moved(value, number, name) for name, value in own.items()}

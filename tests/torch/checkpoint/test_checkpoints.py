@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,14 @@ def arrived_snapshot(trainer: TorchTrainer) -> Any:
     raise TimeoutError
 
 
+def freeze(operator: Any, frozen: bool = True) -> None:
+    next(operator.model.parameters()).requires_grad_(not frozen)
+
+
+def trained(operator: Any) -> list[bool]:
+    return [each.requires_grad for each in operator.model.parameters()]
+
+
 @pytest.mark.parametrize("source", ["a snapshot", "the file", "its bytes"])
 def test_if_all_workers_fail_after_a_load_new_ones_start_from_what_was_loaded(
     pair: TorchTrainer, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
@@ -130,6 +139,7 @@ def test_if_all_workers_fail_after_a_load_new_ones_start_from_what_was_loaded(
         monkeypatch.setattr(loads, "verified_file", lambda *_: (None, True))
     path.write_bytes(Path(saved.path).read_bytes())
     pair.train()
+    pair.apply_all_operators(freeze)
     pair.load(path)
     path.unlink()
     if source == "a snapshot":
@@ -137,11 +147,29 @@ def test_if_all_workers_fail_after_a_load_new_ones_start_from_what_was_loaded(
     before = len(pair.recoveries)
     kill_all(pair)
     assert torch.equal(weights(pair), saved.weights)
+    assert pair.apply_all_operators(trained) == [[False, *[True] * 3]] * pair.world_size
+    pair.apply_all_operators(partial(freeze, frozen=False))
     failure = pair.recoveries[before]
     assert (failure.in_place, failure.batches_redone) == (False, 0)
     pair.resize(2)
     rest = pair.train()
     assert (rest["epoch"], rest["num_samples"]) == (saved.rest["epoch"], saved.rest["num_samples"])
+
+
+def test_a_file_that_was_changed_since_it_was_loaded_is_not_loaded_again(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, offer = tmp_path / "file.pt", SnapshotStore.offer
+    path.write_bytes(Path(saved.path).read_bytes())
+    monkeypatch.setattr(SnapshotStore, "offer", lambda store, each: None if each.data else offer(store, each))
+    with on(2) as trainer:
+        trainer.load(path)
+        with open(path, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"x")
+        kill_all(trainer)
+        with pytest.raises(CheckpointError, match=r"file.pt was changed since it was loaded"):
+            weights(trainer)
 
 
 def test_a_load_that_fails_changes_nothing_and_keeps_the_snapshot_from_before(

@@ -94,6 +94,29 @@ def test_weights_that_two_models_share_stay_one() -> None:
     assert one.weight is other.weight and torch.equal(one.weight, first.weight)
 
 
+class Views(nn.Module):
+    """Tensors with the memory of others, or of a part of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.other.weight.data = self.one.weight.data
+        self.register_buffer("row", self.one.weight.detach()[1])
+        self.register_buffer("column", self.one.weight.detach()[:, 2])
+
+
+def test_memory_that_weights_share_is_shared_in_the_copy() -> None:
+    net = Views()
+    (found,) = sent(net)
+    expected = copy.deepcopy(net)
+    for each in found, expected:
+        with torch.no_grad():
+            each.one.weight.copy_(torch.arange(16.0).view(4, 4))
+    for name, value in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], value), name
+    assert found.row.tolist() == [4, 5, 6, 7] and found.column.tolist() == [2, 6, 10, 14]
+
+
 def test_a_copy_can_be_saved_and_trained() -> None:
     (found,) = sent(nn.Linear(3, 1))
     assert len(pickle.dumps(found)) < 10_000
