@@ -356,8 +356,10 @@ class Worker(Process):
             if self.alive and not group.gone:
                 group.emit(received)
 
-        if not self.loses:
-            self.at(UPLOADED_S if message.call < 0 else 0.0, lambda: self._bulk.send(arrive))
+        if not self.loses and message.call < 0:
+            self.at(UPLOADED_S, lambda: self._bulk.send(arrive))
+        elif not self.loses:
+            self._bulk.send(arrive)
 
     def giving(self, name: str) -> Any:
         self.group.transfer_of(name).opened = True
