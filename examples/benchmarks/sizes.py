@@ -35,6 +35,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 import torch.distributed as dist
 import traces
@@ -315,7 +316,11 @@ def main() -> None:
         for optimizer in args.optimizers:
             for workers in args.workers:
                 with cluster(workers), tempfile.TemporaryDirectory(prefix="sizes-") as folder:
-                    rows.append(measure(Case(mb, optimizer, workers, args.seconds, Path(folder))))
+                    try:
+                        rows.append(measure(Case(mb, optimizer, workers, args.seconds, Path(folder))))
+                    except ray.exceptions.OutOfMemoryError:
+                        note = "this machine has too little memory"
+                        rows.append({"mb": mb, "optimizer": optimizer, "workers": workers, "note": note})
                 print(rows[-1], file=sys.stderr)
     emit(out, "sizes", vars(args), rows, COLUMNS)
 

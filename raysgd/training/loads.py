@@ -159,7 +159,7 @@ class Loads:
         with engine.state_replaced_by_hand(loads):
             values = engine.run(Job(Call(method, {**arguments, "loads": loads}), replaces=True))[-1].values
             raise_refused(values, f"Now {UNDEFINED}" if engine.undefined else "Nothing was changed on any rank")
-        self._unsaved = values[0]
+        self._unsaved = values[0] if values else None
         self._drawn_anew.note("a state was loaded")
 
 
