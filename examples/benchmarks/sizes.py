@@ -267,7 +267,7 @@ def kill(trainer: TorchTrainer, trace: Path, usual: float) -> dict[str, Any]:
     trainer.train(num_steps=3 + max(int(REPLACED_S / usual), 3))
     while thread.is_alive():
         trainer.train(num_steps=2)
-    grown = trainer.apply_all_operators(lambda operator: operator.grown_mb)
+    *others, joiner = trainer.apply_all_operators(lambda operator: operator.grown_mb)
     steps = of_first(traces.read(trace))
     after = next(number for number, each in enumerate(steps) if each.at > killed[0])
     lost, growth = trainer.recoveries
@@ -276,8 +276,8 @@ def kill(trainer: TorchTrainer, trace: Path, usual: float) -> dict[str, Any]:
         "kill_still_s": lost.seconds,
         "growth_s": growth.seconds,
         "driver_mb": driver[0],
-        "joiner_mb": grown.pop(1),
-        "giver_mb": max(grown),
+        "joiner_mb": joiner,
+        "giver_mb": max(others),
     }
 
 
