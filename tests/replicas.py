@@ -17,6 +17,7 @@ from typing import Any
 
 from raysgd import train
 from raysgd.config import ElasticConfig
+from raysgd.core.blobs import Blob
 from raysgd.core.control import Control
 from raysgd.core.messages import FunctionReport, StartDealer
 from raysgd.core.metrics import Measured
@@ -31,7 +32,6 @@ from raysgd.training.loading import take_over
 from raysgd.training.replica_base import ReplicaBase
 from raysgd.training.settings import OperatorReplicaFactory
 from raysgd.training.user_functions import apply_operator
-from raysgd.workers.calls import Blob
 
 __all__ = [
     "FunctionRank",

@@ -116,7 +116,7 @@ def sizes(rows: Rows) -> dict[str, Figure]:
     own = sorted((row for row in rows if (row["optimizer"], row["workers"]) == ("Adam", 2)), key=lambda row: row["mb"])
     pictures = {}
     for mode, ink in INKS.items():
-        drawn, (axis,) = bare(3.6, 1, ink)
+        drawn, (axis,) = bare(4.6, 1, ink)
         for name, (label, hue, style) in MOVES.items():
             points = [(row["mb"], middle(row[name])) for row in own if row.get(name) is not None]
             axis.plot(*zip(*points, strict=True), color=hue, label=label, linestyle=style, marker="o", linewidth=2)
@@ -124,7 +124,8 @@ def sizes(rows: Rows) -> dict[str, Figure]:
         axis.minorticks_off()
         axis.set_xlabel("MB of parameters; Adam has twice as much beside them", fontsize=10, color=ink)
         axis.set_ylabel("seconds", fontsize=10, color=ink)
-        axis.legend(fontsize=10, frameon=False, labelcolor=ink, loc="center left")
+        shown = axis.get_legend_handles_labels()
+        drawn.legend(*shown, fontsize=10, frameon=False, labelcolor=ink, loc="outside lower center")
         pictures[f"sizes_{mode}"] = drawn
     return pictures
 

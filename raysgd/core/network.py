@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import resource
 import socket
 from collections.abc import Iterable
@@ -19,7 +18,6 @@ LOOPBACK = "127.0.0.1"
 ANY_PORT = 9
 OUTSIDE = "8.8.8.8"  # any address that is not in a network of this machine; nothing is sent there
 BACKLOG = 1024
-INTERFACES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 OWN_FILES = 256  # files that a process opens without any worker: Python, Ray, torch, files of the user
 
 
@@ -42,19 +40,6 @@ def own_address() -> str:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return LOOPBACK
-
-
-def named_address() -> str | None:
-    """Find this machine's address at the network interface that the user has chosen for gloo or
-    NCCL, if there is one, and it leads to other machines."""
-    chosen = [os.environ.get(variable, "").split(",")[0].removeprefix("=") for variable in INTERFACES]
-    if not any(chosen):
-        return None
-    import psutil  # Ray brings it
-
-    known = psutil.net_if_addrs()
-    found = [each for name in chosen for each in known.get(name, ()) if each.family == socket.AF_INET]
-    return next((str(each.address) for each in found if not each.address.startswith("127.")), None)
 
 
 def listen(what: str, host: str, ports: Iterable[int] | None) -> socket.socket:

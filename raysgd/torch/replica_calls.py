@@ -16,6 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
+from raysgd.core.blobs import Blobs
 from raysgd.core.outcomes import Interrupted
 from raysgd.core.tree import mapped
 from raysgd.errors import shown
@@ -30,7 +31,6 @@ from raysgd.torch.replica import TorchReplica
 from raysgd.training.loading import agreed, refusal_of, take_over
 from raysgd.training.seeding import derived_seed
 from raysgd.training.writing import Report, reported
-from raysgd.workers.calls import Blobs
 
 
 def update_scheduler(replica: TorchReplica, metric: Any) -> None:

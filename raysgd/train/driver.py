@@ -26,6 +26,7 @@ from typing import Any
 
 from raysgd.callbacks.base import CallResult, Run
 from raysgd.callbacks.callback_list import CallbackList
+from raysgd.core.blobs import Blob
 from raysgd.core.messages import FunctionReport
 from raysgd.core.metrics import plain
 from raysgd.core.policy import PLANNED, Recovery
@@ -48,7 +49,6 @@ from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.rounds import FunctionRun, RoundResult
 from raysgd.train.session_functions import Codec
 from raysgd.train.worker_group import WorkerGroup, limits_for
-from raysgd.workers.calls import Blob
 from raysgd.workers.cluster import driver_address, ensure_cluster
 from raysgd.workers.ray_group import RayGroup
 from raysgd.workers.serialization import dumps, pack, pickler_class

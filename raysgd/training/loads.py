@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from raysgd.core.blobs import Blob
 from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.snapshot import Ask, Snapshot
@@ -22,7 +23,6 @@ from raysgd.storage.remote import Uri
 from raysgd.storage.seen import SeenFile, UnseenError, kept_open, readable, verified_file
 from raysgd.training import loading
 from raysgd.training.seeding import DrawnAnew
-from raysgd.workers.calls import Blob
 
 logger = logging.getLogger("raysgd")
 

@@ -11,41 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from raysgd.core.blobs import Blob
 from raysgd.core.messages import CallAnswer
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.errors import described
 from raysgd.workers.events import CallEnded, Event, MessageReceived
 
 SMALL = 1 << 16  # bytes that do not delay what follows them on a control connection
-
-
-class Blob:
-    """Bytes that are sent outside the pickle stream (as a `PickleBuffer`), so that a large state is
-    not copied."""
-
-    def __init__(self, data: Any) -> None:
-        self.data = data
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if int(protocol) >= 5:
-            return type(self), (pickle.PickleBuffer(self.data),)
-        return type(self), (bytes(self.data),)
-
-    def __len__(self) -> int:
-        return memoryview(self.data).nbytes
-
-
-class Blobs(Blob):
-    """Several of them, which arrive in memory of their own."""
-
-    def __init__(self, data: Sequence[Any]) -> None:
-        super().__init__(data)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return type(self), ([pickle.PickleBuffer(each) for each in self.data],)
-
-    def copy(self) -> Blobs:
-        return type(self)([bytearray(each) for each in self.data])
 
 
 class PickledObject(Blob):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from raysgd.config import WorkerResources
-from raysgd.core.network import named_address
 from raysgd.environment import FUNCTION_START_LIMIT, START_LIMIT
 from raysgd.errors import ClusterError, ConfigError, ResourceError, described
 from raysgd.workers import foreign, lasting_cluster
@@ -23,6 +22,7 @@ from raysgd.workers.ray_control_service import GcsQuery, ask, gcs_limit_s, requi
 from raysgd.workers.serialization import is_installed
 from raysgd.workers.worker_group import Room
 
+INTERFACES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 logger = logging.getLogger("raysgd")
 
 T = TypeVar("T")
@@ -294,6 +294,19 @@ def _find_running() -> str:
     except OSError:
         return "local"
     return address
+
+
+def named_address() -> str | None:
+    """Find this machine's address at the network interface that the user has chosen for gloo or
+    NCCL, if there is one, and it leads to other machines."""
+    chosen = [os.environ.get(variable, "").split(",")[0].removeprefix("=") for variable in INTERFACES]
+    if not any(chosen):
+        return None
+    import psutil  # Ray brings it
+
+    known = psutil.net_if_addrs()
+    found = [each for name in chosen for each in known.get(name, ()) if each.family == socket.AF_INET]
+    return next((str(each.address) for each in found if not each.address.startswith("127.")), None)
 
 
 def driver_address() -> str:

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from raysgd.core import connection, lease
+from raysgd.core.blobs import Blob
 from raysgd.core.connection import Connection, ControlAddress, connect
 from raysgd.core.control import Control
 from raysgd.core.frames import (
@@ -65,7 +66,7 @@ from raysgd.core.protocols import Call
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.errors import ConfigError
 from raysgd.workers import control_client, orphan
-from raysgd.workers.calls import SMALL, Blob, PickledObject, open_answer, pickle_in_parts, unpickle_parts
+from raysgd.workers.calls import SMALL, PickledObject, open_answer, pickle_in_parts, unpickle_parts
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.control_server import UNADMITTED_AT_MOST, ControlServer
 from raysgd.workers.events import CallEnded, MessageReceived, PartReceived, WorkerEnded, WorkerStarted

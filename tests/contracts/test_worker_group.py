@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from raysgd.config import WorkerResources
+from raysgd.core.blobs import Blob
 from raysgd.core.control import Control
 from raysgd.core.messages import Interrupt, ProgressReport, StackReport, StackRequest
 from raysgd.core.metrics import Measured
@@ -21,7 +22,6 @@ from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo, SingleWorkerBackend
 from raysgd.engine.worker_table import WorkerInfo
-from raysgd.workers.calls import Blob
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.inline_group import InlineGroup
 from raysgd.workers.ray_group import RayGroup

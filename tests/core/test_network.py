@@ -1,12 +1,9 @@
-"""A process with many workers raises its limit of open files, or says what is missing. The address of an interface."""
+"""A process with many workers raises its limit of open files, or says what is missing."""
 
 import resource
-import socket
 import subprocess
 import sys
-from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from raysgd.core import network
@@ -49,33 +46,3 @@ def test_a_real_process_raises_its_own_limit() -> None:
         "allow_connections(100, each=1); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "356\n"
-
-
-def addressed(kind: int, address: str) -> SimpleNamespace:
-    return SimpleNamespace(family=kind, address=address)
-
-
-@pytest.mark.parametrize(
-    ("variables", "address"),
-    [
-        ({}, None),
-        ({"GLOO_SOCKET_IFNAME": "fast"}, "10.0.0.5"),
-        ({"NCCL_SOCKET_IFNAME": "=fast,eth0"}, "10.0.0.5"),
-        ({"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "fast"}, "192.168.0.5"),
-        ({"GLOO_SOCKET_IFNAME": "lo"}, None),
-        ({"GLOO_SOCKET_IFNAME": "elsewhere"}, None),
-        ({"NCCL_SOCKET_IFNAME": "^docker"}, None),
-    ],
-)
-def test_the_address_of_the_interface_that_is_chosen(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], address: str | None
-) -> None:
-    known = {
-        "lo": [addressed(socket.AF_INET, "127.0.0.1")],
-        "eth0": [addressed(socket.AF_INET, "192.168.0.5")],
-        "fast": [addressed(socket.AF_INET6, "fe80::1"), addressed(socket.AF_INET, "10.0.0.5")],
-    }
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: known)
-    for variable in network.INTERFACES:
-        monkeypatch.setenv(variable, variables.get(variable, ""))
-    assert network.named_address() == address

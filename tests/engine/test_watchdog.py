@@ -9,6 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from raysgd.core.blobs import Blob
 from raysgd.core.control import report_interval_s
 from raysgd.core.messages import ProgressReport
 from raysgd.core.outcomes import Interrupted, WorkerFailed
@@ -17,7 +18,7 @@ from raysgd.core.protocols import Call
 from raysgd.engine.call import FanOut
 from raysgd.engine.watchdog import Watchdog, ask
 from raysgd.engine.worker_table import WorkerTable
-from raysgd.workers.calls import SMALL, Blob
+from raysgd.workers.calls import SMALL
 from raysgd.workers.events import CallEnded
 from tests.engine.fake_group import FakeGroup, MessageReceived, Ok, PartReceived, StackReport, WorkerEnded, reporting
 

@@ -14,13 +14,14 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from raysgd.core.blobs import Blob
 from raysgd.core.control import Control
 from raysgd.core.lease import LEASE_S, RENEW_EVERY_S, WITNESSED_S
 from raysgd.core.messages import Message, PreemptionNotice, ProgressReport, SnapshotUpload
 from raysgd.core.outcomes import GpuFault, Outcome, WorkerFailed
 from raysgd.core.progress import Progress
 from raysgd.errors import SupersededError
-from raysgd.workers.calls import SMALL, Blob
+from raysgd.workers.calls import SMALL
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.keeper import RENEWALS

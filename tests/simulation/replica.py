@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from raysgd.core.average_meters import AverageMeterCollection
+from raysgd.core.blobs import Blob
 from raysgd.core.control import Control
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.metrics import Measured, for_all_ranks
@@ -24,7 +25,6 @@ from raysgd.training.position import Position
 from raysgd.training.step import Drawn
 from raysgd.training.step import Step as OptimizerStep
 from raysgd.training.writing import Asking, NoDriver
-from raysgd.workers.calls import Blob
 from tests.simulation.network import NetworkError
 
 __all__ = ["GpuError", "SimReplica", "Step", "UserError", "steps_of", "value_of", "weights_after"]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from raysgd.core.blobs import Blobs
 from raysgd.torch.checkpoint import packing
-from raysgd.workers.calls import Blobs
 
 
 def packed_models(models: Sequence[nn.Module], dumps: Callable[[Any], bytes]) -> Blobs:
