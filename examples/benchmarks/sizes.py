@@ -198,7 +198,7 @@ class Case:
             os.kill(victim.process, signal.SIGKILL)
             while not (after := [each for each in traces.read(self.folder / "ray train") if each.at > killed_at + 1.0]):
                 if time.monotonic() > killed_at + LIMIT_S:
-                    raise TimeoutError("Ray Train v2 did not go on")
+                    raise TimeoutError("Ray Train v2 did not continue")
                 time.sleep(0.05)
             return after[0].at - killed_at
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
 from typing import Any
 
 
@@ -25,9 +24,6 @@ class Blob:
 
 class Blobs(Blob):
     """Several of them, which arrive in memory of their own."""
-
-    def __init__(self, data: Sequence[Any]) -> None:
-        super().__init__(data)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return type(self), ([pickle.PickleBuffer(each) for each in self.data],)

@@ -229,7 +229,7 @@ def as_timeout(error: OSError) -> OSError:
 @contextmanager
 def _file_for(size: int) -> Iterator[IO[bytes] | None]:
     """A temporary file without a name for a large body (a full state), so that a driver on a small
-    machine does not need the memory for it. None for another one, or if there is no room."""
+    machine does not need the memory for it. None for a small one, and if the disk is full."""
     with ExitStack() as opened:
         file = None
         if size >= LARGE and hasattr(os, "posix_fallocate"):
