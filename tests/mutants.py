@@ -107,13 +107,13 @@ def seed_once_per_epoch(patch: Patch) -> None:
 
 @mutant("tests/torch/test_buffers.py::test_all_ranks_have_those_of_rank_0[False-per_worker]")
 def send_no_buffers(patch: Patch) -> None:
-    instead("raysgd.torch.buffers.KeepBuffers._send", lambda self: None)(patch)
+    instead("raysgd.torch.buffers.RestoreBuffers._send", lambda self: None)(patch)
 
 
 @mutant("tests/torch/test_auto_batch.py::test_running_statistics_are_those_of_the_first_part[2-0-sends-1]")
 def send_buffers_after_the_step(patch: Patch) -> None:
-    for name in ("check", "unchecked"):
-        instead(f"raysgd.torch.buffers.KeepBuffers.{name}", lambda self, step, optimizer: None)(patch)
+    for name in ("on_whole_step", "on_other_step"):
+        instead(f"raysgd.torch.buffers.RestoreBuffers.{name}", lambda self, step, optimizer: None)(patch)
 
 
 # -- what a save writes -------------------------------------------------------------------------------

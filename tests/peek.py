@@ -164,11 +164,11 @@ def set_limits(
 
 
 def add_policy(patch: Any, make: Callable[[Any], Any]) -> None:
-    """Add what this returns for an operator to its policies, as a line in `_make_policies` does."""
+    """Add what this returns for an operator to its policies, as a line in `torch/step_order.py` does."""
     from raysgd.torch import TrainingOperator
 
     original = TrainingOperator._make_policies
-    patch.setattr(TrainingOperator, "_make_policies", lambda self, *given: [*original(self, *given), make(self)])
+    patch.setattr(TrainingOperator, "_make_policies", lambda self: [*original(self), make(self)])
 
 
 def change_order(change: Callable[[Any], Any]) -> Any:

@@ -366,14 +366,22 @@ class KerasInternals(Internals):
 
 
 class Part(Policy):
-    """Sets this rank's part of a batch. Keeps what a step changes too early, to undo it."""
+    """Sets this rank's part of a batch. Restores what a step that is undone has changed too
+    early."""
 
     def __init__(self, internals: KerasInternals) -> None:
         self._internals, self._fraction = internals, 1.0
         self._steps = self._exchanges = 0
-        self._statistics: list[Any] = []
 
-    def begin(self, step: Step) -> None:
+    def kept(self, step: Step) -> list[Any]:
+        several = self._internals.rank_info.world_size > 1
+        return [tf.identity(as_tensor(v)) for v in self._internals.statistics] if several else []
+
+    def put_back(self, step: Step, value: list[Any]) -> None:
+        if value:
+            assign(self._internals.statistics, value)
+
+    def begin_part(self, step: Step) -> None:
         internals = self._internals
         fraction = step.current.weight / internals.rank_info.world_size
         if fraction != self._fraction:
@@ -382,7 +390,6 @@ class Part(Policy):
         self._steps = internals.parts.steps_made()
         if internals.rank_info.world_size > 1:
             self._exchanges = int(internals.exchanges)
-            self._statistics = [tf.identity(as_tensor(v)) for v in internals.statistics]
 
     def was_made(self) -> bool:
         """Whether an optimizer has stepped since the begin: Keras' have no hooks."""
@@ -393,10 +400,6 @@ class Part(Policy):
         internals = self._internals
         if internals.rank_info.world_size > 1 and self.was_made() and int(internals.exchanges) == self._exchanges:
             raise ConfigError(NOT_AVERAGED)
-
-    def on_step(self, step: Step) -> None:
-        if step.outcome == "undone" and self._internals.rank_info.world_size > 1:
-            assign(self._internals.statistics, self._statistics)
 
 
 def _scaling(optimizer: Any, model: Any) -> Any:

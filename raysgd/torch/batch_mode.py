@@ -96,6 +96,17 @@ class KeepBatch(Policy):
         self._schedules: list[Any] = []
         self._info = NotingInfo()  # of the newest batch
 
+    @classmethod
+    def of(cls, operator: Any, internals: Any) -> KeepBatch:
+        method = (operator._overrides("train_batch", "train_epoch") or ["train_batch"])[0]
+        why = MAKES_STEPS if operator._has_own_steps else RESIZES if operator._overrides("resized") else None
+        parts, settings, ranks_read = internals.parts, internals.settings, internals.ranks_read
+        return cls(parts, settings, internals.position, why, ranks_read=ranks_read, method=method)
+
+    @classmethod
+    def for_run(cls, operator: Any) -> KeepBatch | None:
+        return operator._internals.keep_batch if operator._settings.in_parts else None
+
     @property
     def _reason(self) -> Violation | None:
         """What is known against parts."""
@@ -117,7 +128,7 @@ class KeepBatch(Policy):
 
     # -- the first step, and steps of several parts on each worker --------------------------------------
 
-    def on_epoch(self, feed: Feed) -> None:
+    def begin_loop(self, feed: Feed) -> None:
         self._feed = feed
         if self.position.parked is not None:  # by a call on a data set of its own
             self._refuse(NOT_DIVIDED)
@@ -137,13 +148,13 @@ class KeepBatch(Policy):
         self._info = NotingInfo(values)
         return self._info
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         self._end_counting()
         self._feed, self._decides, self._several = None, False, False
 
-    alone = rest
+    after_loop = reset
 
-    def begin(self, step: Step) -> None:
+    def begin_part(self, step: Step) -> None:
         self._end_counting()
         self._several = self._reason is None and not (step.current.whole and step.parts_before == 0)
         if self._several and step.parts_before > 0 and not self._was_trained:
@@ -159,10 +170,10 @@ class KeepBatch(Policy):
             count = self._parts.control.collectives
             self._own_calls = OwnCalls(count, self._parts.wrapped, sharded=self._parts.shards is not None)
 
-    def cleared(self, step: Step) -> None:
+    def on_zero_grad(self, step: Step) -> None:
         self._note(self._calls.cleared())
 
-    def weighted(self, step: Step, loss: Any) -> Any:
+    def on_backward(self, step: Step, loss: Any) -> Any:
         self._end_counting()
         if self._decides and self._found is None and self._leads and (read := self._ranks_read - self._ranks_said):
             logger.warning(RANKS, self._method, " and ".join(f"self.{each}" for each in sorted(read)))
@@ -178,19 +189,19 @@ class KeepBatch(Policy):
             loss.register_hook(lambda _: run_after_backward(lambda: run_after_backward(self._keep_gradients)))
         return loss
 
-    def awaits(self, step: Step, optimizer: Any) -> None:
+    def on_partial_step(self, step: Step, optimizer: Any) -> None:
         self._check_gradients(CHANGED)
         self._note(self._calls.stepped(id(optimizer)))
 
-    def check(self, step: Step, optimizer: Any) -> None:
+    def on_whole_step(self, step: Step, optimizer: Any) -> None:
         self._note(self._calls.stepped(id(optimizer)))
         if self._gradients and not (self._several or self._info.asked):
             self._check_gradients(CHANGED_AFTER, optimizer)
 
-    def direct(self, step: Step, optimizer: Any) -> None:
+    def on_direct_step(self, step: Step, optimizer: Any) -> None:
         self._note(DIRECT)
 
-    def trained(self, step: Step) -> None:
+    def after_batch(self, step: Step) -> None:
         self._was_trained = True
         # Before the calls are counted: without self.backward, they are those that exchange gradients.
         self._note(self._calls.ended() if self._decides else None)
@@ -238,7 +249,7 @@ class KeepBatch(Policy):
             self._say(found)
             raise TrainAgain(found.found)
 
-    def on_step(self, step: Step) -> None:
+    def end_step(self, step: Step) -> None:
         if not self._decides or step.outcome == "undone" or (step.failed and not self._was_trained):
             return
         found = self._found if self._was_trained or self._reason else OWN_LOOP

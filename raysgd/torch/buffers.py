@@ -25,7 +25,7 @@ Pair = tuple[list[torch.Tensor], list[torch.Tensor]]
 Contents = list[tuple[Place, torch.Tensor]]
 
 
-class KeepBuffers(Policy):
+class RestoreBuffers(Policy):
     """Restores the buffers of a step that is undone, because its batches will be trained again. If
     a rank has several parts, each begins with the buffers of the step's beginning, or, in a later
     batch of a window, with its own. Afterwards they follow the first part: on the first rank, this
@@ -64,29 +64,47 @@ class KeepBuffers(Policy):
         self._content = torch.empty(0)
         self._pairs: list[Pair] = []
 
+    @classmethod
+    def for_run(cls, operator: Any) -> RestoreBuffers | None:
+        return operator._internals.buffers if operator._settings.adds_parts else None
+
     def joined(self) -> None:
         """Let all ranks agree again in their next step, because a generation begins."""
         self._shared, self.in_usual_steps = None, True
 
-    def check(self, step: Step, optimizer: Any) -> None:
+    def on_whole_step(self, step: Step, optimizer: Any) -> None:
         """Send the buffers before NCCL's calls are waited for, so that there is one wait."""
         if self._shared != [] and (self._open or self._looping):
             self._send()
 
-    unchecked = check
+    on_other_step = on_whole_step
 
-    def on_epoch(self, feed: Any) -> None:
+    def begin_loop(self, feed: Any) -> None:
         self._looping = True  # also of steps that user code makes without a batch of the iterator
         if self._others:
             self._shared, self.in_usual_steps = None, True
         if self._others or self._places is None:
             self._seen = {each: _version(each) for each in self._all()}
 
-    def begin(self, step: Step) -> None:
+    def kept(self, step: Step) -> None:
+        """Copy the buffers, to memory that is used again for each step."""
+        places = [*self._all()] if self._places is None else self._places
+        now = buffers_at(places)
+        if len(now) == len(self._now) and all(map(is_, now, self._now)):
+            for source, target in self._copies:
+                copy_all(source, target)
+        else:  # in the first steps, and if a module has replaced one
+            self._now, self._before = now, [each.clone() for each in now]
+            self._at = [each for each in places if _held(each) is not None]
+            self._copies = _copied_together(now, self._before)
+
+    def put_back(self, step: Step, value: None) -> None:
+        _put(zip(self._at, self._before, strict=True))
+
+    def begin_part(self, step: Step) -> None:
         self._open, self._sent = True, False
         part = step.current.part, step.current.fresh
         if step.place == 0:
-            self._keep([*self._all()] if self._places is None else self._places)
             self._part, self._after = part, {}
             self._began = [] if step.current.whole else self._contents()
         elif self._began and part != self._part:
@@ -98,18 +116,18 @@ class KeepBuffers(Policy):
         if not self._sent:
             self._send()
 
-    def on_step(self, step: Step) -> None:
+    def end_step(self, step: Step) -> None:
         self._open = False
         if step.outcome == "undone":
             self._after = {}
-            _put(zip(self._at, self._before, strict=True))
             return
-        self._take_first()
+        if self._after:
+            self._take_first()
         if self._places is None:
             self._places = list(dict.fromkeys([*self._found(), *(self._shared or ())]))
         self.in_usual_steps = bool(self._places)
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         self._began, self._after, self._open, self._looping = [], {}, False, False
         if self._places is not None:
             self._places = self._with_changed(self._places)
@@ -120,7 +138,8 @@ class KeepBuffers(Policy):
     def _send(self) -> None:
         """Give all ranks the buffers of rank 0."""
         self._sent = True
-        self._take_first()
+        if self._after:
+            self._take_first()
         if self._shared is None:
             shares = self._parts.shares_buffers and dist.is_initialized() and dist.get_world_size() > 1
             self._shared = self._agreed() if shares else []
@@ -167,20 +186,9 @@ class KeepBuffers(Policy):
         _copy_together(held.values(), copies.values())
         return list(copies.items())
 
-    def _keep(self, places: Sequence[Place]) -> None:
-        now = buffers_at(places)
-        if len(now) == len(self._now) and all(map(is_, now, self._now)):
-            for source, target in self._copies:
-                copy_all(source, target)
-        else:  # in the first steps, and if a module has replaced one
-            self._now, self._before = now, [each.clone() for each in now]
-            self._at = [each for each in places if _held(each) is not None]
-            self._copies = _copied_together(now, self._before)
-
     def _take_first(self) -> None:
-        if self._after:
-            _put(next(iter(self._after.values())))
-            self._after = {}
+        _put(next(iter(self._after.values())))
+        self._after = {}
 
     def _found(self) -> list[Place]:
         """The buffers that are restored and sent: those that the first step has changed or created,

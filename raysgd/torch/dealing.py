@@ -98,6 +98,10 @@ class Dealer(Policy):
         if not internals.rank_info.solo:  # no rank of a first generation has anything
             self._deal(internals.rank_info, [None] * internals.rank_info.world_size)
 
+    @classmethod
+    def for_run(cls, operator: Any) -> Dealer | None:
+        return operator._internals.dealer if operator._settings.in_parts else None
+
     def joined(self, rank_info: RankInfo) -> None:
         """Deal with the other ranks of a new generation."""
         if not rank_info.solo:
@@ -108,18 +112,18 @@ class Dealer(Policy):
         self._rank, self._policy = rank_info, BySpeed(self._count, held)
         self._keep.deal = self._policy.deal
 
-    def on_epoch(self, feed: Feed) -> None:
+    def begin_loop(self, feed: Feed) -> None:
         self._feed = feed if isinstance(feed.source, PlannedSource) else None  # not one of a call's own data set
 
-    def begin(self, step: Step) -> None:
+    def begin_part(self, step: Step) -> None:
         self.seconds.begin()
 
-    def weighted(self, step: Step, loss: Any) -> Any:
+    def on_backward(self, step: Step, loss: Any) -> Any:
         if loss.requires_grad:
             loss.register_hook(lambda _: run_after_backward(self.seconds.computed))  # before DDP waits in the same way
         return loss
 
-    def on_step(self, step: Step) -> None:
+    def end_step(self, step: Step) -> None:
         counts = step.outcome != "undone" and not step.failed
         if counts and step.outcome != "skipped":
             self.seconds.end(len(step.drawn))
@@ -137,6 +141,6 @@ class Dealer(Policy):
             if self._rank.world_rank == 0:
                 logger.warning(DEALT, self._count, self._policy.deal, ", ".join(f"{each:.3g}" for each in every))
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         self.seconds.forget()
         self._feed = None

@@ -5,34 +5,52 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+from raysgd.core.average_meters import AverageMeterCollection
 from raysgd.core.ranks import RankInfo
 from raysgd.torch.batch_mode import KeepBatch
-from raysgd.torch.buffers import KeepBuffers
+from raysgd.torch.buffers import RestoreBuffers
 from raysgd.torch.dealing import Dealer
+from raysgd.torch.meters import DeviceMeters
 from raysgd.torch.part_states import PartStates
 from raysgd.torch.parts import Parts
 from raysgd.torch.profiling import Profiler
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.skipped_steps import LeaveOut
-from raysgd.torch.weights import Weigh
+from raysgd.torch.skipped_steps import SkipStep
+from raysgd.torch.step_options import WatchAttributes
+from raysgd.torch.weights import GradientWeights
+from raysgd.torch.whole_gradients import WholeGradients
 from raysgd.training.internals import Internals
+
+GET_BATCHES = ("train_epoch", "train_batch", "validate", "validate_batch", "predict_batch")  # methods
 
 
 class TorchInternals(Internals):
     """Adds what only torch needs: policies that the replica asks, or that act also where they take
-    part in no step."""
+    part in no step.
+
+    gives_batches  whether methods of the user get batches
+    counted        by the default `train_batch`, for the backward pass that it begins
+    """
 
     settings: TorchSettings
     parts: Parts
-    weigh: Weigh
-    leave_out: LeaveOut
-    part_states: PartStates
-    buffers: KeepBuffers
-    keep_batch: KeepBatch
-    dealer: Dealer | None
-    profiler: Profiler | None
-    gives_batches: bool  # to methods of the user
-    counted: Any = None  # by the default `train_batch`, for the backward pass that it begins
+    counted: Any = None
+    attributes: WatchAttributes
+
+    def __init__(self, operator: Any, settings: TorchSettings, rank_info: RankInfo | None, parts: Parts) -> None:
+        device = operator.device
+        make_meter = AverageMeterCollection if device.type == "cpu" else DeviceMeters
+        super().__init__(settings, rank_info, parts, make_meter=make_meter)
+        self.gives_batches = operator._has_own_steps or bool(operator._overrides(*GET_BATCHES))
+        self.whole = WholeGradients(parts) if settings.asynchronous else None
+        self.profiler = None if settings.profiler is None else Profiler(settings.profiler)
+        self.weigh = GradientWeights.of(operator, self)
+        self.skip_step = SkipStep.of(operator, self)
+        self.part_states = PartStates(type(operator), parts, device, always=settings.is_sharded)
+        self.buffers = RestoreBuffers(parts)
+        self.keep_batch = KeepBatch.of(operator, self)
+        by_speed = settings.elastic.shares == "speed"
+        self.dealer = Dealer(settings.all_parts, self, device) if by_speed else None
 
     def join(self, rank_info: RankInfo) -> None:
         super().join(rank_info)

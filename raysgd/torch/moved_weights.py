@@ -15,7 +15,7 @@ from raysgd.training.step import Step
 from raysgd.training.step_policy import Policy
 
 
-class KeepWeights(Policy):
+class RestoreWeights(Policy):
     """Restores the weights of a step that is undone, for operators that move weights before an
     optimizer acts. Of an optimizer that calls a closure several times, its state too.
 
@@ -28,65 +28,70 @@ class KeepWeights(Policy):
     its step, which only the last part makes: averages, and weights that decay by hand.
     """
 
+    for_each_part = True
+
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._looks = self._looks_at_parts = 2  # steps in which it is still to be seen
         self._now: list[torch.Tensor] = []
         self._before: list[torch.Tensor] = []  # their contents at the beginning of the step
-        self._began: list[torch.Tensor] = []  # of a batch of several parts
         self._moved: set[int] = set()  # places in these lists
         self._acted = False  # whether an optimizer has acted in such a step
         self._hooks: list[Any] = []  # of optimizers
         self._of_models: list[Any] = []  # only within a loop, because copies of a model would have them
         self._states: list[tuple[Any, dict[str, Any]]] = []  # of optimizers, before a step with a closure
 
-    def begin(self, step: Step) -> None:
-        if step.parts_before > 0:  # each part begins with the weights of the batch's beginning, so these move once
-            self._look()
-            copy_all(self._began, self._now)
-        elif not step.current.whole and step.place > 0:
-            self._began = [each.clone() for each in self._now]
+    @classmethod
+    def for_run(cls, operator: Any) -> RestoreWeights | None:
+        settings, moves = operator._settings, operator._overrides("train_epoch", "train_batch")
+        needed = moves and settings.adds_parts and settings.options.parallel != "fsdp"
+        return cls(operator._parts) if needed else None
+
+    def kept(self, step: Step) -> list[torch.Tensor]:
         if step.place > 0:
-            return
+            return [each.clone() for each in self._now]
         if not step.current.whole and self._looks_at_parts > 0:
             self._looks_at_parts -= 1
             self._looks = max(self._looks, 1)
         if self._looks == 0:
             copy_all(self._now, self._before)
-            self._began = self._before
-            return
+            return self._before
         self._now = [each for model in self._parts.models for each in model.parameters()]
-        self._began = self._before = [each.clone() for each in self._now]
+        self._before = [each.clone() for each in self._now]
         self._acted = False
         if not self._hooks:
             hooked = [each for each in self._parts.optimizers if hasattr(each, "register_step_pre_hook")]
             self._hooks = [each.register_step_pre_hook(self._acts) for each in hooked]
         if not self._of_models:
             self._of_models = [each.register_forward_pre_hook(self._look) for each in self._parts.wrapped]
+        return self._before
 
-    def weighted(self, step: Step, loss: Any) -> Any:
+    def put_back(self, step: Step, value: list[torch.Tensor]) -> None:
+        if step.outcome != "undone":  # the weights of a batch of several parts move once
+            self._look()
+        copy_all(value, self._now)
+        for optimizer, state in self._states if step.outcome == "undone" else ():
+            optimizer.load_state_dict(state)
+
+    def on_backward(self, step: Step, loss: Any) -> Any:
         self._look()
         return loss
 
-    def on_step(self, step: Step) -> None:
+    def end_step(self, step: Step) -> None:
         states, self._states = self._states, []
-        if step.outcome == "undone":
-            copy_all(self._before, self._now)
-            for optimizer, state in states:
-                optimizer.load_state_dict(state)
-        elif self._looks > 0 and step.outcome != "skipped":
+        if self._looks > 0 and step.outcome not in ("skipped", "undone"):
             self._look()
             self._looks -= 1
             if self._looks == 0:
                 self.in_usual_steps = bool(self._moved)
                 self._now, self._before = ([each[place] for place in self._moved] for each in (self._now, self._before))
-                self.rest()
+                self.reset()
                 if not (states and self._moved):
                     for hook in self._hooks:
                         hook.remove()
                     self._hooks = []
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         for hook in self._of_models:
             hook.remove()
         self._of_models = []

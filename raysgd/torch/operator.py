@@ -17,49 +17,32 @@ from torch.utils.data import DataLoader
 
 from raysgd.constants import NUM_SAMPLES, NUM_STEPS, STEPPED_BY_TRAINER, USE_FP16, WEIGHT
 from raysgd.core import offers
-from raysgd.core.average_meters import AverageMeterCollection
 from raysgd.core.ranks import RankInfo
 from raysgd.data.sample_seeds import seeded_for
 from raysgd.errors import ConfigError, MissingPartError, shown, suggesting
 from raysgd.ray_data.columns import RayData
 from raysgd.torch import wrapping
 from raysgd.torch.accuracy import accuracy
-from raysgd.torch.batch_mode import MAKES_STEPS, RESIZES, STATIC_GRAPH, KeepBatch
-from raysgd.torch.buffers import KeepBuffers
+from raysgd.torch.batch_mode import STATIC_GRAPH
 from raysgd.torch.data.sampling import batches_per_epoch
-from raysgd.torch.dealing import Dealer
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.hyperparameters import with_nested
 from raysgd.torch.internals import TorchInternals
-from raysgd.torch.meters import DeviceMeters
-from raysgd.torch.moved_weights import KeepWeights
-from raysgd.torch.part_states import PartStates
 from raysgd.torch.parts import Parts, check_parts, move, refuse_wrapped, set_modes, strays
 from raysgd.torch.precision import make_precision
-from raysgd.torch.profiling import Profiler
 from raysgd.torch.schedules import Scheduling
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.skipped_steps import LeaveOut
 from raysgd.torch.step_options import (
-    Accumulate,
-    CallOnStep,
-    Clip,
-    DuringExchange,
-    Hold,
-    KeepMetrics,
-    KeepSettings,
-    ReadAfterLaunch,
     WatchAttributes,
     samples_in,
 )
-from raysgd.torch.weights import Counted, Weigh, counted_by_criterion, counted_by_model
-from raysgd.torch.whole_gradients import WholeGradients
+from raysgd.torch.step_order import policies_for
+from raysgd.torch.weights import Counted, counted_by_criterion, counted_by_model
 from raysgd.training.operator_base import Schedule, each_loader
 from raysgd.training.step import Policies
 from raysgd.training.step_policy import Policy
 
 LABELS = "labels"  # in a batch that is a dictionary, as models of transformers take it
-GET_BATCHES = ("train_epoch", "train_batch", "validate", "validate_batch", "predict_batch")  # methods
 NO_LOSS = (
     "the default batch methods need self.criterion, or a model that takes the complete batch and returns its own loss: set it in setup "
     "(self.model, self.optimizer, self.criterion = self.register(...)), or let the model return an object or a dict with `loss`, or a "
@@ -121,100 +104,29 @@ class TrainingOperator(Scheduling):
     ) -> None:
         settings = settings or TorchSettings()
         self._device = torch.device("cuda:0" if settings.use_gpu else "cpu")
-        parts = Parts(
-            options=settings.options,
-            exchange=settings.exchange(),
-            precision=make_precision(settings.options.precision or "fp32", self._device),
-        )
-        make_meter = AverageMeterCollection if self._device.type == "cpu" else DeviceMeters
-        internals = TorchInternals(settings, rank_info, parts, make_meter=make_meter)
-        super().__init__(config, internals)
-        self._whole = WholeGradients(parts) if settings.asynchronous else None
-        internals.profiler = None if settings.profiler is None else Profiler(settings.profiler)
-        internals.weigh = self._make_weigh(settings)
-        own: Any = type(self).metrics  # which can be an attribute of older code, and not the hook
-        self._metrics_hook = own if callable(own) else TrainingOperator.metrics
+        precision = make_precision(settings.options.precision or "fp32", self._device)
+        parts = Parts(options=settings.options, exchange=settings.exchange(), precision=precision)
+        super().__init__(config, internals := TorchInternals(self, settings, rank_info, parts))
+        hook: Any = type(self).metrics  # which can be an attribute of older code, and not the hook
+        self._metrics_hook = hook if callable(hook) else TrainingOperator.metrics
         self._has_metrics = self._metrics_hook is not TrainingOperator.metrics
-        internals.leave_out = self._make_leave_out(settings)
-        internals.part_states = PartStates(type(self), parts, self._device, always=settings.is_sharded)
-        internals.buffers = KeepBuffers(parts)
-        internals.gives_batches = self._has_own_steps or bool(self._overrides(*GET_BATCHES))
-        internals.keep_batch = self._make_keep_batch(settings)
-        by_speed = settings.elastic.shares == "speed"
-        internals.dealer = Dealer(settings.all_parts, internals, self._device) if by_speed else None
-        self._attributes = WatchAttributes(self, parts)
+        internals.attributes = WatchAttributes(self, parts)  # those that follow are of user code
         self._set_up()
-        self._refuse_taken_names()
         parts.end_setup()
-        parts.keep_modes()
+        self._check_attributes()
+        internals.use(Policies(self._make_policies()))
+        self._note_steps(parts.optimizers)  # after the hooks of the user
+
+    def _make_policies(self) -> list[Policy]:
+        return policies_for(self)
+
+    def _check_attributes(self) -> None:
+        """Refuse what `setup` has set and training cannot use, and warn of mistakes."""
+        self._refuse_taken_names()
         self._warn_of_eval_mode()
         self._warn_of_schedulers()
-        internals.use(Policies(self._make_policies(settings)))
-        self._note_steps(parts.optimizers)  # after the hooks of the user
-        if parts.registered and type(self).train_epoch is TrainingOperator.train_epoch:
+        if self._parts.registered and type(self).train_epoch is TrainingOperator.train_epoch:
             self._own_schedulers()  # raises ConfigError for what it cannot step
-
-    def _make_keep_batch(self, settings: TorchSettings) -> KeepBatch:
-        internals, method = self._internals, (self._overrides("train_batch", "train_epoch") or ["train_batch"])[0]
-        why = MAKES_STEPS if self._has_own_steps else RESIZES if self._overrides("resized") else None
-        return KeepBatch(self._parts, settings, internals.position, why, ranks_read=internals.ranks_read, method=method)
-
-    def _make_weigh(self, settings: TorchSettings) -> Weigh:
-        averages_gradients = settings.adds_parts and settings.options.parallel is not None
-        self._exact = exact = averages_gradients and settings.options.gradients == "samples"
-        against = "gradients='ranks'" if averages_gradients else "parallel=None on several workers"
-        refused = against if settings.adds_parts and not exact else ""
-        # Where training a batch again would repeat more than a default method does.
-        travel = settings.is_sharded or settings.options.accumulate > 1
-        travel = travel or bool(self._overrides("train_epoch", "train_batch", "backward"))
-        return Weigh(
-            self._parts, lambda: self._internals.rank_info.world_size, exact=exact, refused=refused, travel=travel
-        )
-
-    def _make_leave_out(self, settings: TorchSettings) -> LeaveOut:
-        if (rule := settings.options.on_nonfinite) is not None and self._has_own_steps:
-            raise ConfigError(
-                f"on_nonfinite={rule!r} is for operators, and {type(self).__name__} makes its steps itself: leave it out"
-            )
-        return LeaveOut(self._parts, self._internals.position, self._device)
-
-    def _make_policies(self, settings: TorchSettings) -> list[Policy]:
-        """Make what takes part in steps, in the order in which it acts."""
-        parts, internals = self._parts, self._internals
-        options = settings.options
-        accumulates, clips = options.accumulate > 1, options.clip_norm is not None or options.clip_value is not None
-        exact, in_parts = self._exact, settings.adds_parts and settings.elastic.batch == "auto"
-        own = self._overrides("train_epoch", "train_batch", "backward", "step", "on_step")
-        moves, on_cpu = bool(self._overrides("train_epoch", "train_batch")), self.device.type == "cpu"
-        # Whether code besides an optimizer may set its rate.
-        sets = bool(own or self._overrides("zero_grad") or self._has_metrics or parts.schedulers)
-        alone = accumulates or own or not options.read_ahead
-        wanted: list[tuple[bool, Any]] = [
-            (not on_cpu and not alone, ReadAfterLaunch(parts, self.timers)),
-            (settings.adds_parts, internals.buffers),  # whose sending the next one looks at
-            (self._whole is not None, self._whole),
-            (True, parts.precision),
-            (moves and settings.adds_parts and options.parallel != "fsdp", KeepWeights(parts)),
-            (accumulates or (settings.adds_parts and sets), KeepSettings(parts)),
-            (in_parts, internals.keep_batch),
-            (exact or accumulates, internals.weigh),
-            ("train" in parts.metrics, KeepMetrics(parts)),
-            (internals.leave_out.on, internals.leave_out),
-            (accumulates, Accumulate(parts, internals.weigh, exact=exact, warn=internals.warn_once)),
-            (accumulates or in_parts, Hold(parts)),
-            (clips, Clip(parts)),
-            (
-                on_cpu and settings.distributed and settings.wrap_ddp,
-                DuringExchange(parts, self.timers, internals.pace, reads=not alone),
-            ),
-            (bool(own) and not self._has_own_steps, self._attributes),
-            (internals.profiler is not None, internals.profiler),
-            (True, internals.part_states),
-            # The last two may raise an error when the others have ended the step.
-            (bool(self._overrides("on_step")), CallOnStep(self.on_step)),
-            (internals.dealer is not None and in_parts, internals.dealer),
-        ]
-        return [policy for needed, policy in wanted if needed]
 
     def _refuse_taken_names(self) -> None:
         """Raise ConfigError if `setup` has replaced a method by a value. (Older code has an
@@ -434,8 +346,8 @@ class TrainingOperator(Scheduling):
 
     def _watch(self, parts: Parts) -> None:
         """Register what acts at the steps of optimizers, in its order."""
-        if self._whole is not None:
-            self._whole.require_hooks(parts.optimizers)
+        if self._internals.whole is not None:
+            self._internals.whole.require_hooks(parts.optimizers)
         if self._settings.adds_parts or not self._has_own_steps:
             self._watch_steps(parts.optimizers)  # before others, which change gradients
 
@@ -446,7 +358,7 @@ class TrainingOperator(Scheduling):
             self._internals.warn_once(STRAYS, *each)
 
     def _check_arguments(self, criterion: Any, ddp_args: Any, apex_args: Any) -> None:
-        if self._exact and getattr(criterion, "reduction", None) == "sum":
+        if self._settings.is_exact and getattr(criterion, "reduction", None) == "sum":
             raise ConfigError(
                 f"the criterion {type(criterion).__name__} sums over the batch, but with several workers a step's gradient is the mean "
                 "over its samples. Use reduction='mean'. For the mean of the workers' sums, pass TrainingOptions(gradients='ranks')"
@@ -501,7 +413,7 @@ class TrainingOperator(Scheduling):
     # -- for the default methods ----------------------------------------------------------------------
 
     def _change_with(self, function: Any) -> Any:
-        return self._attributes.watch(function) if self._is_distributed else function(self)
+        return self._internals.attributes.watch(function) if self._is_distributed else function(self)
 
     def _begin_epoch(self) -> Schedule | None:
         set_modes(self._parts.modes)
@@ -509,6 +421,11 @@ class TrainingOperator(Scheduling):
 
     def _epoch_info(self, num_steps: int | None) -> Mapping[str, Any]:
         return {NUM_STEPS: num_steps, USE_FP16: self.use_fp16}
+
+    @property
+    def _acts_in_steps(self) -> bool:
+        """Whether code of the user acts in its steps."""
+        return bool(self._overrides("train_epoch", "train_batch", "backward", "step", "on_step"))
 
     def _overrides(self, *names: str) -> list[str]:
         """Find which of these methods the user has changed, in a class or on the object."""

@@ -51,10 +51,13 @@ class PartStates(Policy):
         self._used = self._shown = always or _shows_use(kind)  # on all ranks
         self._alone = False
         self._held: dict[int, dict[str, Any]] = {}
-        self._running: dict[tuple[int, bool], dict[str, Any]] = {}  # copies, by part and whether its samples count
         self._position = Position()
         # What the newest step has made of them if it was undone, and how many steps were made before it.
         self._undone: tuple[int, dict[int, dict[str, Any]]] = (0, {})
+
+    @classmethod
+    def for_run(cls, operator: Any) -> Any:
+        return operator._internals.part_states
 
     @property
     def in_usual_steps(self) -> bool:  # type: ignore[override]
@@ -67,22 +70,24 @@ class PartStates(Policy):
             raise ConfigError(ELSEWHERE)
         if not self._used:
             self._used = True
-            if feed.rank_info.world_size > 1 or self.on_step not in step.policies.on_step:
+            if feed.rank_info.world_size > 1 or self.end_step not in step.policies.end_step:
                 raise TrainAgain(LATE)
+        # Copies, by part and whether its samples count.
+        running: dict[tuple[int, bool], dict[str, Any]] = step.notes.setdefault(self, {})
         place = part, step.current.fresh
-        if place not in self._running:
+        if place not in running:
             if part not in self._held and any(self._held.values()):
                 logger.warning(LOST, part)
-            self._running[place] = mapped(_copied, self._held.get(part, {}))
-        return self._running[place]
+            running[place] = mapped(_copied, self._held.get(part, {}))
+        return running[place]
 
-    def on_epoch(self, feed: Feed) -> None:
+    def begin_loop(self, feed: Feed) -> None:
         self._position, self._alone = feed.position, feed.rank_info.world_size == 1
 
-    def on_step(self, step: Step) -> None:
+    def end_step(self, step: Step) -> None:
         if not self._used:
             return
-        running, self._running = self._running, {}
+        running = step.notes.get(self, {})
         made = {each.part: running.get((each.part, True), self._held.get(each.part, {})) for each in step.drawn}
         if step.outcome == "undone":
             self._undone = self._position.step, made

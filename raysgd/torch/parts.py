@@ -110,7 +110,7 @@ class Parts(RegisteredParts):
         self.frozen = [each for each, _ in named if not each.requires_grad]
 
     def end_setup(self) -> None:
-        """Note the optimizers' groups. Raise ConfigError if `setup` has left parameters without
+        """Note the optimizers' groups and the models' modes. Raise ConfigError if `setup` has left parameters without
         gradients for which DDP waits."""
         self.groups = self._groups_now()
         for at, (model, wrapper) in enumerate(zip(self.models, self.wrapped, strict=True)):
@@ -122,6 +122,7 @@ class Parts(RegisteredParts):
                 continue  # DDP does not wait if no parameter gets a gradient
             if not (wrapper.find_unused_parameters or wrapper.static_graph):
                 raise ConfigError(LEFT.format(name=left[0]))
+        self._keep_modes()
 
     def _groups_now(self) -> list[list[int]]:
         return [[len(group["params"]) for group in getattr(each, "param_groups", ())] for each in self.optimizers]
@@ -141,7 +142,7 @@ class Parts(RegisteredParts):
                     text = UNFROZEN if id(each) in frozen else NEW
                     raise ConfigError(text.format(name=name, model=type(model).__name__))
 
-    def keep_modes(self) -> None:
+    def _keep_modes(self) -> None:
         """Note the modes in which `setup` has left the models."""
         before = self._modes_now()
         for model in self.wrapped:

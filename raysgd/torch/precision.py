@@ -26,6 +26,10 @@ class Precision(Policy):
 
     key = ""
 
+    @classmethod
+    def for_run(cls, operator: Any) -> Any:
+        return operator._parts.precision
+
     def prepare(self, models: list[Any], optimizers: list[Any], args: dict[str, Any]) -> tuple[list[Any], list[Any]]:
         """The models and optimizers to use. Called at registration, before the models are
         wrapped."""
@@ -85,10 +89,10 @@ class Autocast(Precision):
     def output(self, value: Any, *_: Any) -> Any:
         return value.float() if getattr(value, "dtype", None) == self.dtype else value
 
-    def check(self, step: Step, optimizer: Any) -> None:
+    def on_whole_step(self, step: Step, optimizer: Any) -> None:
         self._check_used(direct=False)
 
-    def direct(self, step: Step, optimizer: Any) -> None:
+    def on_direct_step(self, step: Step, optimizer: Any) -> None:
         self._check_used(direct=True)
 
     def _check_used(self, *, direct: bool) -> None:
@@ -163,15 +167,15 @@ class Fp16(Autocast):
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *, loss_id: int = 0) -> None:
         self.scaler.scale(loss).backward()
 
-    def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
+    def on_backward(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
         if step.committed:  # user code makes it without a batch of the iterator, and so made the one before
             self.update()
         return loss
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         self.update()
 
-    alone = rest
+    after_loop = reset
 
     def unscale(self, optimizer: Any) -> None:
         self._begin_again(optimizer)
@@ -191,10 +195,19 @@ class Fp16(Autocast):
     def leave_out(self, optimizer: Any) -> None:
         self._stepped.add(id(optimizer))  # infinite gradients make the scale smaller, as in a step
 
-    def on_step(self, step: Step) -> None:
-        """Change the scale once in each step, no matter how many optimizers stepped in it. Forget
-        what an undone one has begun."""
-        self.update() if step.committed else self._abandon()
+    def end_step(self, step: Step) -> None:
+        """Change the scale once in each step, no matter how many optimizers stepped in it."""
+        if step.committed:
+            self.update()
+
+    def put_back(self, step: Step, value: None) -> None:
+        """Forget the steps that optimizers have begun. The scale is that of the step's
+        beginning."""
+        state, scaled = self.scaler.state_dict(), self.scaler.scaled
+        self.scaler = Scaler(self._type)
+        self.scaler.scaled = scaled
+        self.scaler.load_state_dict(state)
+        self._stepped.clear()
 
     def update(self) -> None:
         """Change the scale for the next backward pass, if an optimizer has made a step since the
@@ -212,13 +225,6 @@ class Fp16(Autocast):
 
     def forget_skipped(self) -> None:
         self._skipped = torch.zeros_like(self._skipped)
-
-    def _abandon(self) -> None:
-        kept = self.scaler.state_dict()
-        self.scaler, scaled = Scaler(self._type), self.scaler.scaled
-        self.scaler.scaled = scaled
-        self.scaler.load_state_dict(kept)
-        self._stepped.clear()
 
     def state(self) -> dict[str, Any] | None:
         return dict(self.scaler.state_dict())

@@ -46,7 +46,11 @@ class Profiler(TraceKeeper, Policy):
         self._wanted, self._calls = wanted, set[int]()
         self._profile: Any = None
 
-    def on_epoch(self, feed: Feed) -> None:
+    @classmethod
+    def for_run(cls, operator: Any) -> Any:
+        return operator._internals.profiler
+
+    def begin_loop(self, feed: Feed) -> None:
         """Record the epoch if this rank is to be recorded, in one of the first calls."""
         wanted, self.rank = self._wanted, feed.rank_info.world_rank
         self._calls.add(feed.position.call)
@@ -56,11 +60,11 @@ class Profiler(TraceKeeper, Policy):
             self._profile = profile
             profile.start()
 
-    def on_step(self, step: Step) -> None:
+    def end_step(self, step: Step) -> None:
         if self._profile is not None and step.committed:
             self._profile.step()
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         if self._profile is not None:
             self._profile.stop()
             self._profile = None

@@ -56,7 +56,7 @@ class TorchResults(Results):
         if new_call:  # registered metrics continue after a change of the group
             internals.parts.begin_measuring(self._metric_of(phase))
         internals.parts.precision.forget_skipped()
-        internals.leave_out.skipped = 0
+        internals.skip_step.skipped = 0
         self._phase = phase
         if new_call:
             internals.parts.refuse_changed(replaceable=internals.settings.threads is not None)
@@ -95,7 +95,7 @@ class TorchResults(Results):
 
     def _counts(self) -> dict[str, Any]:
         internals = self._internals
-        skipped = internals.parts.precision.skipped() + internals.leave_out.skipped
+        skipped = internals.parts.precision.skipped() + internals.skip_step.skipped
         return {SKIPPED: skipped} if skipped else {}
 
     def batch_mode(self) -> str:

@@ -57,6 +57,19 @@ class TorchSettings(ReplicaSettings):
         return self.all_parts > 1 and not self.alone
 
     @property
+    def in_parts(self) -> bool:
+        """Return whether raysgd divides a batch of each operator that follows the contract."""
+        return self.adds_parts and self.elastic.batch == "auto"
+
+    @property
+    def averages_gradients(self) -> bool:
+        return self.adds_parts and self.options.parallel is not None
+
+    @property
+    def is_exact(self) -> bool:
+        return self.averages_gradients and self.options.gradients == "samples"
+
+    @property
     def divides_data(self) -> bool:
         """Whether raysgd divides the data, or one worker has all of it."""
         return self.add_dist_sampler or not self.distributed

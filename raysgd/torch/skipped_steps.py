@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from raysgd.core.control import Control
-from raysgd.errors import NonFiniteError
+from raysgd.errors import ConfigError, NonFiniteError
 from raysgd.torch.parts import Parts
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.position import Position
@@ -95,42 +95,46 @@ def gathered_objects(value: Any, control: Control) -> list[Any]:
     return found
 
 
-class LeaveOut(Policy):
-    """Leaves out steps whose gradients are not finite. Owns what is known about the open step, and
-    the number of steps that this call has left out."""
+class SkipStep(Policy):
+    """Leaves out steps whose gradients are not finite. Owns the number of steps that this call has
+    left out."""
 
     def __init__(self, parts: Parts, position: Position, device: torch.device) -> None:
         self._action = parts.options.on_nonfinite
-        self.on, self.option = self._action is not None, f"on_nonfinite={self._action!r}"
+        self.option = f"on_nonfinite={self._action!r}"
         self._parts, self._position, self._device = parts, position, device
         self.skipped = 0
-        self._forget()
+
+    @classmethod
+    def of(cls, operator: Any, internals: Any) -> SkipStep:
+        if (rule := internals.settings.options.on_nonfinite) is not None and operator._has_own_steps:
+            raise ConfigError(
+                f"on_nonfinite={rule!r} is for operators, and {type(operator).__name__} makes its steps itself: leave it out"
+            )
+        return cls(internals.parts, internals.position, operator.device)
+
+    @classmethod
+    def for_run(cls, operator: Any) -> SkipStep | None:
+        return operator._internals.skip_step if operator._settings.options.on_nonfinite is not None else None
 
     @property
     def _control(self) -> Control:
         return self._parts.control
 
-    def _forget(self) -> None:
-        self._left_out = self._went = self._counts = False
-        self._losses: list[torch.Tensor] = []
-
-    def on_step(self, step: Step) -> None:
+    def end_step(self, step: Step) -> None:
         """Count what happened in a step that is committed."""
-        if step.outcome != "undone":
-            if self._left_out:
-                self.skipped += self._counts
-                self._position.left_out += 1
-            elif self._went:
-                self._position.left_out = 0
-        self._forget()
+        seen: Seen = step.notes.pop(self, None) or Seen()
+        if step.outcome != "undone" and seen.left_out is not None:
+            self.skipped += seen.counts
+            self._position.left_out = self._position.left_out + 1 if seen.left_out else 0
 
-    def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
+    def on_backward(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
         """Note the loss of a backward pass."""
         # A CUDA graph's next forward pass writes its loss to the same memory.
-        self._losses.append(loss.detach() if step.closing else loss.detach().clone())
+        step.notes.setdefault(self, Seen()).losses.append(loss.detach() if step.closing else loss.detach().clone())
         return loss
 
-    def gradients(self, step: Step, optimizer: Any) -> bool:
+    def on_gradients(self, step: Step, optimizer: Any) -> bool:
         """Decide whether the step is made. Raise an error if it must not be, or after too many in a
         row that are left out."""
         parameters = [each for each in self._parts.stepped_by(optimizer) if each.grad is not None]
@@ -139,11 +143,12 @@ class LeaveOut(Policy):
             infinite = summed([infinite], self._device, self._control)[0] > 0
         if infinite and (self._action == "raise" or self._position.left_out + 1 >= MOST_LEFT_OUT):
             self._raise(step, parameters)
-        self._left_out, self._went = self._left_out or infinite, True
+        seen: Seen = step.notes.setdefault(self, Seen())
+        seen.left_out = seen.left_out or infinite
         # A gradient scaler counts these steps itself.
-        self._counts |= infinite and self._parts.precision.key != "amp_native"
+        seen.counts |= infinite and self._parts.precision.key != "amp_native"
         if not step.drawn:  # user code makes it without a batch of the iterator, so nothing else ends it
-            self.on_step(step)
+            self.end_step(step)
         return not infinite
 
     def _are_exchanged(self, parameters: Sequence[torch.Tensor]) -> bool:
@@ -162,7 +167,7 @@ class LeaveOut(Policy):
         bad = {id(each) for each in parameters if not _are_finite([each])}
         named = [pair for model in self._parts.models for pair in model.named_parameters()]
         names = [name for name, each in named if id(each) in bad]
-        losses = [float(loss) for loss in self._losses]
+        losses = [float(loss) for loss in step.notes.get(self, Seen()).losses]
         loss = next((each for each in losses if not math.isfinite(each)), losses[-1] if losses else None)
         own = StepReport(self._position.step + 1, self._position.epoch, tuple(names), loss, self._samples(step))
         raise NonFiniteError(explained(gathered_objects(own, self._control), self._action or ""))
@@ -171,6 +176,16 @@ class LeaveOut(Policy):
         """The indices of this rank's samples in the step, None if they are not known."""
         found = [each.indices for each in step.drawn]
         return None if None in found or not found else [int(row) for each in found for row in each or ()]
+
+
+@dataclass
+class Seen:
+    """What is known about the open step: the losses of its backward passes, whether one of its
+    optimizers has left it out, None before that, and whether this is counted here."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    left_out: bool | None = None
+    counts: bool = False
 
 
 def _are_finite(parameters: Sequence[torch.Tensor]) -> bool:

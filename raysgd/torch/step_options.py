@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -21,7 +22,7 @@ from raysgd.torch.checkpoint.packing import has_bytes
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import content_version, divisor_of, run_after_backward
 from raysgd.torch.parts import Parts
-from raysgd.torch.weights import Weigh
+from raysgd.torch.weights import GradientWeights
 from raysgd.training.feed import Feed
 from raysgd.training.pace import Pace
 from raysgd.training.step import Step
@@ -66,7 +67,12 @@ class Clip(Policy):
         self._norm, self._value, self._parts = parts.options.clip_norm, parts.options.clip_value, parts
         self.option = f"clip_value={self._value}" if self._norm is None else f"clip_norm={self._norm}"
 
-    def gradients(self, step: Step, optimizer: Any) -> bool:
+    @classmethod
+    def for_run(cls, operator: Any) -> Clip | None:
+        options = operator._settings.options
+        return None if options.clip_norm is options.clip_value is None else cls(operator._parts)
+
+    def on_gradients(self, step: Step, optimizer: Any) -> bool:
         parameters = self._parts.stepped_by(optimizer)
         try:
             if self._value is not None:
@@ -89,22 +95,26 @@ class Hold(Policy):
     def __init__(self, parts: Parts) -> None:
         self._parts, self._held = parts, False
 
-    def begin(self, step: Step) -> None:
+    @classmethod
+    def for_run(cls, operator: Any) -> Hold | None:
+        settings = operator._settings
+        return cls(operator._parts) if settings.options.accumulate > 1 or settings.in_parts else None
+
+    def begin_part(self, step: Step) -> None:
         if self._held or not step.closing:
             self._hold(not step.closing)
 
-    def on_step(self, step: Step) -> None:
+    def put_back(self, step: Step, value: None) -> None:
         """Forget the gradients of batches that will come again, which no optimizer can clear if the
         models are sharded."""
-        if step.outcome == "undone" and self._parts.shards is not None:
-            for each in self._parts.shards.unexchanged_gradients():
-                each.zero_()
+        for each in () if self._parts.shards is None else self._parts.shards.unexchanged_gradients():
+            each.zero_()
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         if self._held:
             self._hold(False)
 
-    alone = rest
+    after_loop = reset
 
     def _hold(self, on: bool) -> None:
         self._held = on
@@ -120,95 +130,106 @@ class Accumulate(Policy):
     """Makes the gradients of several batches those of one batch that holds them all, if samples
     count. The window is shorter at the end of an epoch or call."""
 
-    def __init__(self, parts: Parts, weigh: Weigh, *, exact: bool, warn: Callable[..., None]) -> None:
+    def __init__(self, parts: Parts, weigh: GradientWeights, *, exact: bool, warn: Callable[..., None]) -> None:
         self._size, self._parts, self._exact, self._warn = parts.options.accumulate, parts, exact, warn
         self._weigh = weigh
         self.option = f"accumulate={self._size}"
-        self.rest()
 
-    def rest(self) -> None:
-        self._usual, self._total = 1.0, 0.0  # samples of a usual window, and of this one
-        self._witness: torch.Tensor | None = None
-        self._passed = False  # whether the batch had a backward pass
+    @classmethod
+    def for_run(cls, operator: Any) -> Accumulate | None:
+        internals, settings = operator._internals, operator._settings
+        if settings.options.accumulate == 1:
+            return None
+        return cls(operator._parts, internals.weigh, exact=settings.is_exact, warn=internals.warn_once)
 
-    alone = rest
-
-    def begin(self, step: Step) -> None:
-        drawn, first, self._passed = step.current, step.place == 0, False
+    def begin_part(self, step: Step) -> None:
+        drawn = step.current
         # Those of all ranks, if gradients are weighted by them.
         samples = float((drawn.rows if self._exact else None) or drawn.samples or samples_in(drawn.batch))
-        if first:
-            self._total, self._usual, self._witness = 0.0, samples * self._size, None
+        if step.place == 0:
+            step.notes[self] = Window(usual=samples * self._size)
+        window: Window = step.notes[self]
+        window.passed = False
         if drawn.whole:
-            self._total += samples
-        step.share = samples / self._usual  # in any window: a rank does not know in each part how long it is
-        if step.closing and self._total != self._usual and step.count is None:
+            window.total += samples
+        step.share = samples / window.usual  # in any window: a rank does not know in each part how long it is
+        if step.closing and window.total != window.usual and step.count is None:
             # Another rank's window can have another number of samples, so this comes before the exchange.
-            self._weigh.correct(step, self._usual / self._total)
+            self._weigh.correct(step, window.usual / window.total)
 
-    def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
-        if step.place > 0 and self._witness is not None and self._witness.grad is None:
+    def on_backward(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
+        window: Window = step.notes.setdefault(self, Window())  # of a step that user code makes without a batch
+        if step.place > 0 and window.witness is not None and window.witness.grad is None:
             raise ConfigError(
                 f"gradients were cleared in the middle of {self._size} batches that share one step: call "
                 "self.zero_grad() instead of optimizer.zero_grad(); it clears them only where a window begins"
             )
-        self._passed = True
+        window.passed = True
         if divisor_of(loss) == self._size:
             self._warn(DIVIDED, self._size, self._size)
         return loss
 
-    def check(self, step: Step, optimizer: Any) -> None:
-        if not self._passed:
+    def on_whole_step(self, step: Step, optimizer: Any) -> None:
+        if not (self in step.notes and step.notes[self].passed):
             raise ConfigError(
                 f"{self.option} acts in self.backward(loss), and this operator calls loss.backward() itself: call "
                 "self.backward(loss) before self.step(), or leave the option out"
             )
 
-    def awaits(self, step: Step, optimizer: Any) -> None:
-        """Remember a parameter that has a gradient, to notice if user code clears it before the
-        window ends."""
-        self.check(step, optimizer)
-        self._witness = next((each for each in self._parts.stepped_by(optimizer) if each.grad is not None), None)
+    def on_partial_step(self, step: Step, optimizer: Any) -> None:
+        """Note a parameter that has a gradient, to notice if user code clears it before the window
+        ends."""
+        self.on_whole_step(step, optimizer)
+        parameters = self._parts.stepped_by(optimizer)
+        step.notes[self].witness = next((each for each in parameters if each.grad is not None), None)
 
 
-class KeepSettings(Policy):
+@dataclass
+class Window:
+    """An accumulation window: samples of a usual one, and of this one, a parameter that has a
+    gradient, and whether the newest batch had a backward pass."""
+
+    usual: float = 1.0
+    total: float = 0.0
+    witness: torch.Tensor | None = None
+    passed: bool = False
+
+
+class RestoreSettings(Policy):
     """Restores the settings of optimizers, such as the learning rate, in a step that is undone, and
     in one of several batches or parts, the states of schedulers. User code or a schedule may have
     changed them, on some ranks only, and its batches come again. Each part of a batch begins with
     the settings of the first one, so `train_batch` changes them once, however many parts a rank
     has."""
 
+    for_each_part = True
+
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._before: list[dict[str, Any]] = []
-        self._began: list[dict[str, Any]] = []  # of a batch of several parts
-        self._schedules: list[Any] = []
 
-    def begin(self, step: Step) -> None:
-        if step.parts_before > 0:
-            self._restore(self._began)
-        elif not step.current.whole:
-            self._began = settings_of(self._parts.optimizers)
-        if step.place == 0:
-            self._before = settings_of(self._parts.optimizers)
-            schedulers = self._parts.schedulers
-            self._schedules = [] if step.closing else [copy.deepcopy(each.state_dict()) for each in schedulers]
+    @classmethod
+    def for_run(cls, operator: Any) -> RestoreSettings | None:
+        settings, parts = operator._settings, operator._parts
+        # Whether code besides an optimizer may set its rate.
+        sets = parts.schedulers or operator._acts_in_steps or operator._overrides("zero_grad") or operator._has_metrics
+        return cls(parts) if settings.options.accumulate > 1 or (settings.adds_parts and sets) else None
 
-    def on_step(self, step: Step) -> None:
-        before, self._before = self._before, []
-        if step.outcome == "undone":
-            self._restore(before)
-            for scheduler, state in zip(self._parts.schedulers, self._schedules, strict=False):
-                scheduler.load_state_dict(state)
+    def kept(self, step: Step) -> tuple[list[dict[str, Any]], list[Any]]:
+        schedules = () if step.closing or step.place > 0 else self._parts.schedulers
+        return settings_of(self._parts.optimizers), [copy.deepcopy(each.state_dict()) for each in schedules]
 
-    def _restore(self, before: list[dict[str, Any]]) -> None:
+    def put_back(self, step: Step, value: tuple[list[dict[str, Any]], list[Any]]) -> None:
+        settings, schedules = value
         groups = [group for each in self._parts.optimizers for group in getattr(each, "param_groups", ())]
-        for group, values in zip(groups, before, strict=False):  # user code may have added groups
-            for name, value in values.items():
-                if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
-                    group[name].copy_(value)
+        for group, values in zip(groups, settings, strict=False):  # user code may have added groups
+            for name, value_of in values.items():
+                if isinstance(value_of, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
+                    group[name].copy_(value_of)
                 else:
-                    group[name] = value
+                    group[name] = value_of
+        if step.outcome == "undone":
+            for scheduler, state in zip(self._parts.schedulers, schedules, strict=False):
+                scheduler.load_state_dict(state)
 
 
 def settings_of(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
@@ -224,7 +245,7 @@ def settings_of(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
     return found
 
 
-class KeepMetrics(Policy):
+class RestoreMetrics(Policy):
     """Leaves out of the registered metric the samples that a rank repeats, because it has none left
     in a step or a part."""
 
@@ -232,19 +253,18 @@ class KeepMetrics(Policy):
 
     def __init__(self, parts: Parts) -> None:
         self._metric: Any = parts.metrics.get("train")
-        self._before: Any = None  # a copy of it
 
-    def begin(self, step: Step) -> None:
-        self._restore()
+    @classmethod
+    def for_run(cls, operator: Any) -> RestoreMetrics | None:
+        return cls(operator._parts) if "train" in operator._parts.metrics else None
+
+    def begin_part(self, step: Step) -> None:
+        self.end_step(step)
         if not step.current.fresh:
-            self._before = copy.deepcopy(self._metric)
+            step.notes[self] = copy.deepcopy(self._metric)
 
-    def on_step(self, step: Step) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
-        before, self._before = self._before, None
-        if before is not None:
+    def end_step(self, step: Step) -> None:
+        if (before := step.notes.pop(self, None)) is not None:
             for own, kept in zip(self._metric.modules(), before.modules(), strict=True):  # user code may hold each
                 vars(own).update((name, each) for name, each in vars(kept).items() if isinstance(each, STATES))
 
@@ -259,7 +279,7 @@ class WatchAttributes(Policy):
     """
 
     def __init__(self, operator: Any, parts: Parts) -> None:
-        self._operator, self._parts, self._raysgds = operator, parts, {*vars(operator), "_attributes"}
+        self._operator, self._parts, self._raysgds = operator, parts, {*vars(operator)}
         self._first = self._in_parts = True
         self._leads = False  # whether this is the first rank
         self._again = bool(operator._overrides("train_epoch"))
@@ -271,14 +291,18 @@ class WatchAttributes(Policy):
         self._text = ""
         self._named = set[str]()  # what was said, with raysgd's own names
 
-    def on_epoch(self, feed: Feed) -> None:
+    @classmethod
+    def for_run(cls, operator: Any) -> WatchAttributes | None:
+        return operator._internals.attributes if operator._acts_in_steps and not operator._has_own_steps else None
+
+    def begin_loop(self, feed: Feed) -> None:
         position, self._leads = feed.position, feed.rank_info.world_rank == 0
         again = self._again and (position.call == self._call or position.call_batches > 0)
         self._looks = self._leads and self._first and not position.call_batches
         self._entered = self._state() if again and self._leads else None
         self._call, self._first = position.call, False
 
-    def begin(self, step: Step) -> None:
+    def begin_part(self, step: Step) -> None:
         entered, self._entered, self._before = self._entered, None, None
         if entered is not None:
             self._again = not self._say(CHANGED_AGAIN, entered)
@@ -288,13 +312,13 @@ class WatchAttributes(Policy):
         elif self._leads and self._in_parts and not step.current.whole:
             self._in_parts, self._text, self._before = False, CHANGED_BY_PARTS, self._state()
 
-    def trained(self, step: Step) -> None:
+    def after_batch(self, step: Step) -> None:
         if self._before is not None:
             self._say(self._text, self._before)
             self._before = None
         self.in_usual_steps = False  # from the next step on
 
-    def alone(self) -> None:
+    def after_loop(self) -> None:
         if any(self._contents.values()):
             self._say(CHANGED_LATER, {**self._state(), CONTENTS: self._contents})
         self._contents = {}
@@ -388,10 +412,14 @@ class CallOnStep(Policy):
         self._hook = hook
         self._feed: Feed | None = None
 
-    def on_epoch(self, feed: Feed) -> None:
+    @classmethod
+    def for_run(cls, operator: Any) -> CallOnStep | None:
+        return cls(operator.on_step) if operator._overrides("on_step") else None
+
+    def begin_loop(self, feed: Feed) -> None:
         self._feed = feed
 
-    def on_step(self, step: Step) -> None:
+    def end_step(self, step: Step) -> None:
         if step.outcome != "undone" and self._feed is not None:
             self._feed.enter_step()
             place = {"global_step": self._feed.position.step, "skipped": step.outcome == "skipped"}
@@ -407,7 +435,12 @@ class ReadAhead(Policy):
         self._parts, self._timers = parts, timers
         self._feed: Feed | None = None
 
-    def on_epoch(self, feed: Feed) -> None:
+    @staticmethod
+    def is_wanted(operator: Any) -> bool:
+        options = operator._settings.options
+        return options.read_ahead and options.accumulate == 1 and not operator._acts_in_steps
+
+    def begin_loop(self, feed: Feed) -> None:
         stepped = (*self._parts.optimizers, *self._parts.schedulers)
         usual = all(type(each).__module__.startswith("torch.optim.") for each in stepped)
         if usual and not self._timers.enabled and self._suits(feed):
@@ -416,7 +449,7 @@ class ReadAhead(Policy):
     def _suits(self, feed: Feed) -> bool:
         raise NotImplementedError
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         self._feed = None
 
 
@@ -431,15 +464,22 @@ class DuringExchange(ReadAhead):
         self._counts, self._skipped = 1, 0  # how many steps the measured one counts for, and those since
         self._asked = self._waited = self._arrived = self._read = 0.0
 
-    def on_epoch(self, feed: Feed) -> None:
+    @classmethod
+    def for_run(cls, operator: Any) -> DuringExchange | None:
+        settings = operator._settings
+        if operator.device.type != "cpu" or not (settings.distributed and settings.wrap_ddp):
+            return None
+        return cls(operator._parts, operator.timers, operator._internals.pace, reads=cls.is_wanted(operator))
+
+    def begin_loop(self, feed: Feed) -> None:
         self._several, self._counts, self._skipped = feed.rank_info.world_size > 1, 1, 0
-        super().on_epoch(feed)
+        super().begin_loop(feed)
 
     def _suits(self, feed: Feed) -> bool:
         source = feed.source
         return self._reads and self._several and isinstance(source, PlannedSource) and source.loader.num_workers == 0
 
-    def weighted(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
+    def on_backward(self, step: Step, loss: torch.Tensor) -> torch.Tensor:
         if self._several and loss.requires_grad:
             self._asked = perf_counter()
             if self._feed is not None or (step.closing and self._is_measured()):
@@ -486,18 +526,22 @@ class ReadAfterLaunch(ReadAhead):
     """On a GPU: when the backward pass is launched, before anything waits for it. Comes before the
     policies that wait."""
 
+    @classmethod
+    def for_run(cls, operator: Any) -> ReadAfterLaunch | None:
+        on_gpu = operator.device.type != "cpu"
+        return cls(operator._parts, operator.timers) if on_gpu and cls.is_wanted(operator) else None
+
     def _suits(self, feed: Feed) -> bool:
         if suits := isinstance(feed.source, PlannedSource):  # which knows that there is a next batch
             feed.ahead = False
         return suits
 
-    def awaits(self, step: Step, optimizer: Any) -> None:
+    def on_partial_step(self, step: Step, optimizer: Any) -> None:
         if self._feed is not None:
             with torch.enable_grad():  # as in the loop
                 self._feed.read_ahead()
 
-    def check(self, step: Step, optimizer: Any) -> None:
-        self.awaits(step, optimizer)
+    on_whole_step = on_partial_step
 
 
 def samples_in(batch: Any) -> int:

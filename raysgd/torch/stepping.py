@@ -12,7 +12,6 @@ from raysgd.errors import ConfigError, shown
 from raysgd.torch.closures import after_gradients, closure_in
 from raysgd.torch.internals import TorchInternals
 from raysgd.torch.parts import Parts
-from raysgd.torch.whole_gradients import WholeGradients
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.operator_base import OperatorBase
 from raysgd.training.step import Step
@@ -28,7 +27,6 @@ class Stepping(OperatorBase):
 
     _parts: Parts
     _internals: TorchInternals
-    _whole: WholeGradients | None
     _has_own_steps: ClassVar[bool] = False  # whether the class itself clips gradients and applies the precision
 
     def __init__(self, config: dict[str, Any] | None, internals: TorchInternals) -> None:
@@ -54,7 +52,7 @@ class Stepping(OperatorBase):
         try:
             if self._clears is False:
                 self._look_for_gradients()
-            for policy in step.policies.weighted:
+            for policy in step.policies.on_backward:
                 loss = policy(step, loss)
             if not weigh.acts and count is None:
                 self._parts.precision.backward(loss, optimizer, loss_id=loss_id)
@@ -76,16 +74,16 @@ class Stepping(OperatorBase):
             raise step.error
         try:
             if not step.closing:
-                for policy in step.policies.awaits:
+                for policy in step.policies.on_partial_step:
                     policy(step, optimizer)
                 return False
-            for policy in step.policies.check:
+            for policy in step.policies.on_whole_step:
                 policy(step, optimizer)
             if type(exchange) is not Exchange:
                 exchange.finish(optimizer)
-            if step.policies.gradients:
+            if step.policies.on_gradients:
                 precision.unscale(optimizer)
-                if not all(policy(step, optimizer) for policy in step.policies.gradients):
+                if not all(policy(step, optimizer) for policy in step.policies.on_gradients):
                     precision.leave_out(optimizer)
                     step.outcome = "skipped" if step.outcome == "open" else step.outcome
                     return False
@@ -118,7 +116,7 @@ class Stepping(OperatorBase):
         """Clear the gradients of one `optimizer`, or of all. Do nothing after the first batch of an
         accumulation window."""
         step, exchange = self._internals.feed.step, self._parts.exchange
-        for policy in step.policies.cleared:
+        for policy in step.policies.on_zero_grad:
             policy(step)
         if step.place > 0:
             return
@@ -150,8 +148,8 @@ class Stepping(OperatorBase):
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         direct, self._own_step_made = not self._in_own_step, True
         if not direct:
-            if self._whole is not None:
-                self._whole.look_again()
+            if self._internals.whole is not None:
+                self._internals.whole.look_again()
             return None
         if not self._has_own_steps and (option := self._internals.policies.option):
             raise ConfigError(_direct_step(option, with_closure=closure_in(args, kwargs) is not None))
@@ -173,18 +171,18 @@ class Stepping(OperatorBase):
         step = internals.feed.step
         internals.position.applied += 1
         step.outcome = "applied"
-        for policy in step.policies.stepped:
+        for policy in step.policies.after_step:
             policy(step, optimizer)
 
     def _check_direct(self, optimizer: Any) -> None:
         step = self._internals.feed.step
-        for policy in step.policies.unchecked:
+        for policy in step.policies.on_other_step:
             policy(step, optimizer)
         if self._has_own_steps:
             return
         if step.error is not None:
             raise step.error
-        for policy in step.policies.direct:
+        for policy in step.policies.on_direct_step:
             policy(step, optimizer)
 
 

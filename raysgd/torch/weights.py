@@ -33,6 +33,10 @@ EACH = (
 )
 
 
+# In a step: the place of the newest batch, the unit of the gradients so far, and how much was counted.
+NOTHING_COUNTED = -1, torch.ones(()), torch.zeros(())
+
+
 class Counted(NamedTuple):
     """What a default method passes as a count: it need not travel as long as each sample counts the
     same."""
@@ -41,7 +45,7 @@ class Counted(NamedTuple):
     samples: int
 
 
-class Weigh(Policy):
+class GradientWeights(Policy):
     """Gives each part its weight in the step's gradient, so that the mean over the ranks, which
     they exchange, is the mean over all samples, or over all that `self.backward` got as counts.
 
@@ -71,6 +75,22 @@ class Weigh(Policy):
         self._differs = False  # whether this rank has had samples that count more or less than others
         self.joined()
 
+    @classmethod
+    def of(cls, operator: Any, internals: Any) -> GradientWeights:
+        settings, options = internals.settings, internals.settings.options
+        against = "gradients='ranks'" if settings.averages_gradients else "parallel=None on several workers"
+        refused = against if settings.adds_parts and not settings.is_exact else ""
+        # Where training a batch again would repeat more than a default method does.
+        travel = settings.is_sharded or options.accumulate > 1
+        travel = travel or bool(operator._overrides("train_epoch", "train_batch", "backward"))
+        ranks = lambda: internals.rank_info.world_size  # noqa: E731
+        return cls(internals.parts, ranks, exact=settings.is_exact, refused=refused, travel=travel)
+
+    @classmethod
+    def for_run(cls, operator: Any) -> GradientWeights | None:
+        settings = operator._settings
+        return operator._internals.weigh if settings.is_exact or settings.options.accumulate > 1 else None
+
     def _ranks(self) -> int:
         return self._workers() if self._exact and dist.is_initialized() else 1
 
@@ -78,12 +98,10 @@ class Weigh(Policy):
         """Let all ranks agree again in their next backward pass, because a generation begins."""
         self._agreed = self._counts = self._default = self._travels = False
         self._usual = 0.0
-        self.rest()
+        self.reset()
 
-    def begin(self, step: Step) -> None:
+    def begin_part(self, step: Step) -> None:
         self._unusual = step.current.weight != 1.0 or step.place > 0 or not step.closing
-        if step.place == 0:
-            self._forget()
         self._set(step.current.weight if self._exact else 1.0)
 
     def correct(self, step: Step, factor: float) -> None:
@@ -94,17 +112,11 @@ class Weigh(Policy):
         self._unusual = True
         self._set(self._weight * factor)
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         self._unusual = False
-        self._forget()
         self._set(1.0)
 
-    alone = rest
-
-    def _forget(self) -> None:
-        """Forget what this rank has counted in a step: the place of its newest batch, the unit of
-        the gradients so far, and how much that was."""
-        self._place, self._unit, self._total = -1, torch.ones(()), torch.zeros(())
+    after_loop = reset
 
     def _set(self, weight: float) -> None:
         self._weight = self._arriving_weight = weight
@@ -214,18 +226,20 @@ class Weigh(Policy):
         """Find what the gradient of a mean over `count` things weighs. Until its last batch, a
         rank's gradients have a unit of their own. Nothing is read from the device here."""
         here = torch.as_tensor(count, dtype=torch.float64, device=self._where(count))
-        if step.place == self._place:
+        counted: tuple[int, torch.Tensor, torch.Tensor] = step.notes.get(self, NOTHING_COUNTED)
+        place, unit, total = counted
+        if place == step.place:
             raise ConfigError(TWICE)
         if step.place == 0 and not step.closing:
-            self._unit = torch.where(here > 0, here, 1.0)
-        total = here if step.place == 0 else self._total.to(here.device) + here
+            unit = torch.where(here > 0, here, 1.0)
+        total = here if step.place == 0 else total.to(here.device) + here
+        if step.place > 0 or not step.closing:
+            step.notes[self] = step.place, unit, total
         if not step.closing:
-            self._place, self._total = step.place, total
-            return here / self._unit
+            return here / unit
         mean = self._sum(total / self._ranks())
         if step.place > 0:
-            self._place = step.place
-            self._parts.multiply_gradients(torch.nan_to_num(self._unit.to(here.device) / mean, posinf=0.0))
+            self._parts.multiply_gradients(torch.nan_to_num(unit.to(here.device) / mean, posinf=0.0))
         return torch.nan_to_num(here / mean)  # nothing may count in a step
 
     def _sum(self, numbers: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,10 @@ class WholeGradients(Policy):
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
+    @classmethod
+    def for_run(cls, operator: Any) -> Any:
+        return operator._internals.whole
+
     def require_hooks(self, optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:
             if not hasattr(optimizer, "register_step_pre_hook"):
@@ -30,13 +34,13 @@ class WholeGradients(Policy):
                     "or pass backend='gloo'"
                 )
 
-    def check(self, step: Step, optimizer: Any) -> None:
+    def on_whole_step(self, step: Step, optimizer: Any) -> None:
         self._parts.control.ensure_whole()
 
-    unchecked = check
+    on_other_step = on_whole_step
 
     def look_again(self) -> None:
-        """Look if a collective call was made after `check`."""
+        """Look if a collective call was made after `on_whole_step`."""
         self._parts.control.ensure_whole(unless_seen=True)
 
     def before_commit(self, step: Step) -> None:

@@ -39,19 +39,19 @@ class Enter(Policy):
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
-    def begin(self, step: Step) -> None:
+    def on_zero_grad(self, step: Step) -> None:
         if step.place == 0:
             self._parts.optimizers[-1].zero_grad()
 
-    cleared = begin
+    begin_part = on_zero_grad
 
-    def weighted(self, step: Step, loss: Any) -> Any:
+    def on_backward(self, step: Step, loss: Any) -> Any:
         if step.current.indices is None or self._parts.options.parallel is None:  # what user code exchanges
             return loss
         return loss + self._parts.wrapped[-1](torch.tensor(step.current.indices)).to(loss)
 
     @torch.no_grad()
-    def stepped(self, step: Step, optimizer: Any) -> None:
+    def after_step(self, step: Step, optimizer: Any) -> None:
         entered = self._parts.models[-1].entered
         if entered.grad is not None:
             self._parts.precision.unscale(self._parts.optimizers[-1])
@@ -79,8 +79,8 @@ class Watched(TrainingOperator):
         own = self._parts.optimizers[:-1]
         return own[0] if given is None and len(own) == 1 else super()._only_optimizer(given)
 
-    def _make_policies(self, *given: Any) -> list[Policy]:
-        return [*super()._make_policies(*given), Enter(self._parts)]
+    def _make_policies(self) -> list[Policy]:
+        return [*super()._make_policies(), Enter(self._parts)]
 
 
 def watched(operator: type[TrainingOperator], places: int = PLACES) -> type[TrainingOperator]:

@@ -132,7 +132,7 @@ def sends_buffers(arguments: Mapping[str, Any]) -> bool | None:
 def adapt(wrapped: list[nn.Module], arguments: Mapping[str, Any], options: TrainingOptions) -> None:
     """Register the communication hook of the options on new DDP wrappers. PowerSGD starts without
     past errors, because these belong to one rank of one generation. Let them send no buffers, as
-    `KeepBuffers` does, unless the user has passed that."""
+    `RestoreBuffers` does, unless the user has passed that."""
     for wrapper in wrapped:
         if isinstance(wrapper, DistributedDataParallel):
             if sends_buffers(arguments) is None:

@@ -248,8 +248,8 @@ class Feed:
     def finish(self) -> None:
         """Note that the loop has no further batch. User code can still make steps of its own."""
         self.step = Step(policies=self.policies.usual())
-        for alone in self.policies.alone if self.training else ():
-            alone()
+        for after_loop in self.policies.after_loop if self.training else ():
+            after_loop()
 
     def read_ahead(self) -> None:
         """Read the batch that follows the current one, if it is certain that this call has it."""

@@ -108,7 +108,6 @@ class OperatorBase:
     _parts: Any
     _settings: ReplicaSettings
     _internals: Internals
-    _exact = False  # whether a gradient weighs by samples, or by the count that `backward` got
 
     def __init__(self, config: dict[str, Any] | None, internals: Internals) -> None:
         self._config: dict[str, Any] = {} if config is None else config
@@ -167,7 +166,7 @@ class OperatorBase:
                 if schedule is not None:
                     schedule.end(failed=True)  # a peer failed, or the user's code raised an error
                 raise
-            for policy in step.policies.trained if unchanged else ():
+            for policy in step.policies.after_batch if unchanged else ():
                 policy(step)
             if schedule is not None:
                 schedule.end()
@@ -357,7 +356,7 @@ class OperatorBase:
         samples = values.pop(NUM_SAMPLES) if NUM_SAMPLES in values else self._samples_in(batch)
         known = step.current.samples
         other = type(samples) is int and known and samples != known
-        if other and of == "train_batch" and step.count is None and self._exact:
+        if other and of == "train_batch" and step.count is None and self._settings.is_exact:
             self._internals.warn_once(OTHER_SAMPLES, f"{type(self).__name__}.{of}", samples, known)
         weight = samples if step.current.fresh else 0
         try:

@@ -77,7 +77,7 @@ class Position:
     parked         the epoch's position while a call trains on a data set of its own; in
                    evaluations, the epoch, the offset, and whether it had ended, where the newest
                    call began
-    left_out       batches in a row up to now whose step was left out (`LeaveOut`)
+    left_out       batches in a row up to now whose step was left out (`SkipStep`)
     contract       what prevents that the batch is divided into parts, and an advice (`Violation`,
                    as a tuple), or empty texts; None before the first step
     call           the number of the current call, or of the last one. The following belong to it:

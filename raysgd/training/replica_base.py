@@ -215,11 +215,11 @@ class ReplicaBase(ABC):
         """A context for the user's loop over an epoch, which ends it when the workers are about to
         change."""
         stack = ExitStack()  # and no generator with @contextmanager, which would set the traceback of the user's error
-        for rest in self.internals.policies.rest:
-            stack.callback(rest)
+        for reset in self.internals.policies.reset:
+            stack.callback(reset)
         stack.enter_context(self.operator.timers.record("train_epoch"))
-        for policy in self.internals.policies.on_epoch:
-            policy(loop.feed)
+        for begin_loop in self.internals.policies.begin_loop:
+            begin_loop(loop.feed)
 
         def ended(kind: Any, error: BaseException | None, traceback: Any) -> bool:
             changes = isinstance(error, MembershipChange)

@@ -49,6 +49,11 @@ class ReplicaSettings:
         return self.num_workers > 1 and not self.alone
 
     @property
+    def is_exact(self) -> bool:
+        """Return whether a gradient weighs by samples, or by the count that `backward` got."""
+        return False
+
+    @property
     def snapshot_every(self) -> Any:
         return self.elastic.snapshot_every
 

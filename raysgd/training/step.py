@@ -1,8 +1,9 @@
 """The optimizer step as an object: its batches, what they count, and what became of it. Worker.
 
     for step in feed:                       # draws, in `training/feed.py`: once for each part of a batch
-        for policy in step.policies.begin:
-            policy(step)
+        step.keep()                         # what returns if it is undone
+        for begin_part in step.policies.begin_part:
+            begin_part(step)
         operator.train_batch(step.current.batch, ...)   # self.zero_grad, self.backward and self.step act on the step
         if step.closing:
             commit(step)                    # `StepLoop`: position, policies, progress, snapshot
@@ -54,14 +55,15 @@ class Policies:
     def __init__(self, every: Sequence[Any] = ()) -> None:
         self.every = every
         self.option = next((each.option for each in every if each.option), "")
-        self.on_epoch, self.begin = self._acting("on_epoch"), self._acting("begin")
-        self.before_commit, self.on_step = self._acting("before_commit"), self._acting("on_step")
-        self.rest, self.alone = self._acting("rest"), self._acting("alone")
-        self.cleared, self.weighted = self._acting("cleared"), self._acting("weighted")
-        self.awaits, self.check = self._acting("awaits"), self._acting("check")
-        self.gradients, self.unchecked = self._acting("gradients"), self._acting("unchecked")
-        self.direct, self.stepped = self._acting("direct"), self._acting("stepped")
-        self.trained = self._acting("trained")
+        self.restored = [each for each in every if each.acts_in("put_back")]
+        self.begin_loop, self.begin_part = self._acting("begin_loop"), self._acting("begin_part")
+        self.before_commit, self.end_step = self._acting("before_commit"), self._acting("end_step")
+        self.reset, self.after_loop = self._acting("reset"), self._acting("after_loop")
+        self.on_zero_grad, self.on_backward = self._acting("on_zero_grad"), self._acting("on_backward")
+        self.on_partial_step, self.on_whole_step = self._acting("on_partial_step"), self._acting("on_whole_step")
+        self.on_gradients, self.after_step = self._acting("on_gradients"), self._acting("after_step")
+        self.on_other_step, self.on_direct_step = self._acting("on_other_step"), self._acting("on_direct_step")
+        self.after_batch = self._acting("after_batch")
 
     def _acting(self, method: str) -> list[Callable[..., Any]]:
         return [getattr(each, method) for each in self.every if each.acts_in(method)]
@@ -92,9 +94,15 @@ class Step:
     count      what the newest `self.backward` got as `count`; None for samples
     metrics    what the batches measured before the last one: values, weight, and whether no part of
                the same batch follows
+    notes      what policies note of this step alone, by policy
+
+    The step alone decides when policies keep something, and when they put it back: if it is undone,
+    and, before each further part of a batch, what all of them begin with.
     """
 
     __slots__ = (
+        "_at_batch",
+        "_at_step",
         "batches",
         "closing",
         "committed",
@@ -104,6 +112,7 @@ class Step:
         "error",
         "failed",
         "metrics",
+        "notes",
         "outcome",
         "parts_before",
         "place",
@@ -125,6 +134,29 @@ class Step:
         self.share = 1.0
         self.count: Any = None
         self.metrics: list[tuple[dict[str, Any], Any, bool]] = []
+        self.notes: dict[Any, Any] = {}
+        self._at_step: Sequence[Any] = ()  # what its policies have kept at its beginning,
+        self._at_batch: Sequence[Any] = ()  # and at that of the current batch, if it has several parts
+
+    def keep(self) -> None:
+        """Let policies keep what they put back, before the step or a batch begins. Before a further
+        part of it, let them put that back."""
+        restored = self.policies.restored
+        if self.place == 0:
+            self._at_step = self._at_batch = [each.kept(self) for each in restored]
+        elif self.parts_before > 0:
+            for each, value in zip(restored, self._at_batch, strict=True):
+                if each.for_each_part:
+                    each.put_back(self, value)
+        elif not self.current.whole:
+            self._at_batch = [each.kept(self) if each.for_each_part else None for each in restored]
+
+    def undo(self) -> None:
+        """Let policies put back what they have kept when it began: its batches will be drawn
+        again."""
+        self.outcome = "undone"
+        for each, value in zip(self.policies.restored, self._at_step, strict=False):  # none before the first batch
+            each.put_back(self, value)
 
     def add(self, drawn: Drawn) -> None:
         """Note the next batch, which is the current one now."""

@@ -69,8 +69,10 @@ class StepLoop:
         feed = self.feed
         try:
             for step in feed:
-                for policy in step.policies.begin if feed.training else ():
-                    policy(step)
+                if feed.training and step.policies.restored:
+                    step.keep()
+                for begin_part in step.policies.begin_part if feed.training else ():
+                    begin_part(step)
                 # To `train_batch`, in which self.zero_grad, self.backward and self.step act on the step.
                 yield step.current.batch
                 if step.closing:
@@ -92,7 +94,7 @@ class StepLoop:
             if failed and feed.training and self._owner.internals.was_made():
                 step.outcome = "applied"
             if not step.counts(failed=failed):
-                step.outcome = "undone"
+                step.undo()
             self._end_step(step, failed=failed)
         feed.failure = step.error = (
             None  # a traceback would keep the process group that ends, and be kept by its own frames
@@ -112,8 +114,8 @@ class StepLoop:
         if counts:
             position.commit(step)
             self._control.batch = position.call_batches
-        for policy in step.policies.on_step if feed.training else ():
-            policy(step)
+        for end_step in step.policies.end_step if feed.training else ():
+            end_step(step)
         if not counts:
             return
         owner = self._owner

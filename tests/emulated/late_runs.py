@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.torch import nccl, replica
-from raysgd.torch.buffers import KeepBuffers
+from raysgd.torch.buffers import RestoreBuffers
 from raysgd.torch.checkpoint import host_memory, packing
 from raysgd.torch.checkpoint.host_memory import HostMemory
 from raysgd.torch.data import prefetch
@@ -318,14 +318,16 @@ def moved() -> dict[str, Any]:
 def kept_buffers() -> dict[str, Any]:
     """Keep and restore the buffers of ten BatchNorm layers."""
     model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(10))).to(DEVICE)
-    buffers, step = KeepBuffers(Parts(models=[model], wrapped=[model])), Step()
+    buffers, step = RestoreBuffers(Parts(models=[model], wrapped=[model])), Step()
     for _ in range(3):
         first = stream.launched
-        buffers.begin(step)
+        buffers.kept(step)
+        buffers.begin_part(step)
         launches = stream.launched - first
         model(torch.randn(8, 4).to(DEVICE))
         step.outcome = "undone"
-        buffers.on_step(step)
+        buffers.put_back(step, None)
+        buffers.end_step(step)
     return {"launches": launches, "sums": [float(each.sum()) for each in list(model.buffers())[:3]]}
 
 

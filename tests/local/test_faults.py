@@ -378,7 +378,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda original: lambda self, *, failed=False: None if failed else original(self),
     ),
     "unequal shares weigh the same": (
-        "raysgd.torch.weights.Weigh._arriving",
+        "raysgd.torch.weights.GradientWeights._arriving",
         lambda original: lambda self, gradients: None,
     ),
     "calls do not finish those before them": (
@@ -386,7 +386,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda original: lambda self, running: None,
     ),
     "each rank keeps its own buffers": (
-        "raysgd.torch.buffers.KeepBuffers._send",
+        "raysgd.torch.buffers.RestoreBuffers._send",
         lambda original: lambda self: None,
     ),
 }

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer
 from raysgd.torch import TrainingOperator
-from raysgd.torch.moved_weights import KeepWeights
+from raysgd.torch.moved_weights import RestoreWeights
 from tests.local.group import Cluster, Fault
 from tests.local.runs import weights_of
 
@@ -156,7 +156,7 @@ def test_weights_that_move_after_the_step_are_not_copied() -> None:
             run.train(num_steps=2)
             found = run.apply_all_operators(
                 lambda operator: [
-                    len(each._now) for each in operator._internals.policies.every if isinstance(each, KeepWeights)
+                    len(each._now) for each in operator._internals.policies.every if isinstance(each, RestoreWeights)
                 ]
             )
             kept[operator] = found[0]

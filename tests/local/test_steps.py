@@ -20,7 +20,7 @@ class Ledger(Policy):
         self.committed: set[tuple[int, int]] = set()
         self.outcomes: list[str] = []
 
-    def on_step(self, step: Step) -> None:
+    def end_step(self, step: Step) -> None:
         self.outcomes.append(step.outcome)
         assert step.committed == (step.outcome != "undone")
         if step.committed:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from raysgd import ConfigError, ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.torch import TrainingOperator
-from raysgd.torch.buffers import KeepBuffers
+from raysgd.torch.buffers import RestoreBuffers
 from tests.local.group import Cluster, Fault
 from tests.local.runs import train, weights_of
 from tests.peek import send_ahead
@@ -136,13 +136,13 @@ def test_running_statistics_are_those_of_the_first_part(
     workers: int, rank: int, at: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the batch in which the worker failed was trained again, whichever it was."""
-    original = KeepBuffers._send_together
+    original = RestoreBuffers._send_together
 
-    def send(self: KeepBuffers, held: Any) -> None:
+    def send(self: RestoreBuffers, held: Any) -> None:
         Cluster.running.point("sends")
         original(self, held)
 
-    monkeypatch.setattr(KeepBuffers, "_send_together", send)
+    monkeypatch.setattr(RestoreBuffers, "_send_together", send)
     given: dict[str, Any] = {"num_workers": workers, "options": TrainingOptions(accumulate=accumulate)}
     mine = Outcome(Normed, Fault("kill", at, rank=rank, step=3), config={"rows": 36, "batch": 3}, **given)
     other = Outcome(Normed, config={"rows": 36, "batch": 3}, **given)

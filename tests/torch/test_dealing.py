@@ -109,9 +109,9 @@ def test_only_steps_that_were_made_are_measured(outcome: Outcome, failed: bool, 
     solo, weigh = SimpleNamespace(solo=True), SimpleNamespace()
     internals = SimpleNamespace(**absent, parts=SimpleNamespace(calls=None), rank_info=solo, weigh=weigh)
     dealer, made = Dealer(4, internals, torch.device("cpu")), Step(Drawn(None, 8))
-    dealer.begin(made)
+    dealer.begin_part(made)
     clock.now += 2.0
     dealer.seconds.computed()
     made.outcome, made.failed = outcome, failed
-    dealer.on_step(made)
+    dealer.end_step(made)
     assert dealer.seconds.of_part(1) == took

@@ -30,7 +30,7 @@ class Ground:
             hidden_s=0.0,
             read_ahead=lambda: self.take(reads_s),
         )
-        self.policy.on_epoch(self.feed)
+        self.policy.begin_loop(self.feed)
         self.policy._feed = None if reads_s is None else self.feed
 
     def take(self, seconds: float | None) -> None:
@@ -40,7 +40,7 @@ class Ground:
         self.parts.control.begun += 1
         self.take(own_s)
         weight = torch.ones(1, requires_grad=True)
-        loss = self.policy.weighted(Step(Drawn(None, 0, whole=closing)), 2 * weight)
+        loss = self.policy.on_backward(Step(Drawn(None, 0, whole=closing)), 2 * weight)
         weight.register_hook(lambda _: run_after_backward(lambda: self.take(exchange_s)))
         loss.backward()
 

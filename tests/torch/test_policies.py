@@ -83,17 +83,17 @@ class Watching(Policy):
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    def on_epoch(self, feed: Any) -> None:
+    def begin_loop(self, feed: Any) -> None:
         self.calls.append("epoch")
 
-    def begin(self, step: Step) -> None:
+    def begin_part(self, step: Step) -> None:
         self.calls.append((step.place, step.closing))
 
-    def on_step(self, step: Step) -> None:
+    def end_step(self, step: Step) -> None:
         assert step.committed == (step.outcome != "undone")
         self.calls.append(step.outcome)
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         self.calls.append("rest")
 
 

@@ -84,7 +84,7 @@ def two_optimizers(precision: str, steps: list[tuple[int, ...]]) -> list[torch.T
                 number.unscale(optimizers[index])
             nn.utils.clip_grad_norm_(models[index].parameters(), 0.5)
             number.step(optimizers[index])
-        number.on_step(Step())
+        number.end_step(Step())
     return [nn.utils.parameters_to_vector(model.parameters()).detach() for model in models]
 
 
@@ -131,7 +131,7 @@ def test_an_interrupted_batch_does_not_change_the_scaler() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     precision.backward(model(torch.ones(1, 1)).sum())
     precision.unscale(optimizer)
-    precision.on_step(Step(Drawn(None, 0)))
+    precision.put_back(Step(Drawn(None, 0)), None)
     assert precision.scaler.get_scale() == 16.0
     optimizer.zero_grad()
     precision.backward(model(torch.ones(1, 1)).sum())
@@ -139,7 +139,7 @@ def test_an_interrupted_batch_does_not_change_the_scaler() -> None:
     assert model.weight.grad is not None
     assert float(model.weight.grad) == pytest.approx(1.0, abs=1e-3)
     precision.step(optimizer)
-    precision.on_step(Step())
+    precision.end_step(Step())
 
 
 @pytest.mark.parametrize("after", [False, True])

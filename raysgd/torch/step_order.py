@@ -1,0 +1,58 @@
+"""What acts in the steps of operators for PyTorch, in this order. Worker.
+
+Each decides by itself, after `setup`, whether a run needs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raysgd.torch.batch_mode import KeepBatch
+from raysgd.torch.buffers import RestoreBuffers
+from raysgd.torch.dealing import Dealer
+from raysgd.torch.moved_weights import RestoreWeights
+from raysgd.torch.part_states import PartStates
+from raysgd.torch.precision import Precision
+from raysgd.torch.profiling import Profiler
+from raysgd.torch.skipped_steps import SkipStep
+from raysgd.torch.step_options import (
+    Accumulate,
+    CallOnStep,
+    Clip,
+    DuringExchange,
+    Hold,
+    ReadAfterLaunch,
+    RestoreMetrics,
+    RestoreSettings,
+    WatchAttributes,
+)
+from raysgd.torch.weights import GradientWeights
+from raysgd.torch.whole_gradients import WholeGradients
+from raysgd.training.step_policy import Policy
+
+IN_ORDER: tuple[type[Policy], ...] = (
+    ReadAfterLaunch,  # when the backward pass is launched: what follows may wait for the device
+    RestoreBuffers,  # sends them, for which the next one waits, too
+    WholeGradients,  # nothing is decided from gradients that have not arrived whole
+    Precision,  # refuses a step without it before anything is computed from its gradients
+    RestoreWeights,  # looks whether user code has moved them, before others call it
+    RestoreSettings,
+    KeepBatch,  # refuses code that does not follow the contract, before its counts travel
+    GradientWeights,  # which the window may correct
+    RestoreMetrics,
+    SkipStep,  # before gradients that are not finite are clipped
+    Accumulate,
+    Hold,
+    Clip,  # what is left of a step that is made
+    DuringExchange,  # adds its hook to the loss last, so that it runs first
+    WatchAttributes,
+    Profiler,
+    PartStates,
+    # The last two may raise an error when the others have ended the step.
+    CallOnStep,
+    Dealer,
+)
+
+
+def policies_for(operator: Any) -> list[Policy]:
+    """Collect what takes part in the steps of an operator."""
+    return [policy for each in IN_ORDER if (policy := each.for_run(operator)) is not None]
