@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 from uuid import uuid4
 
@@ -28,8 +28,11 @@ from raysgd.errors import ConfigError, shown
 from raysgd.ray_data.columns import RayData
 from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
 from raysgd.torch.options import TrainingOptions
+from raysgd.torch.replica import TorchReplica
+from raysgd.torch.settings import TorchSettings
 from raysgd.training.arguments import check_config, needs_ray
 from raysgd.training.auto_checkpoint import AutoCheckpoint, wanted_metrics
+from raysgd.training.settings import OperatorReplicaFactory
 from raysgd.workers.cluster import gpus_for_workers
 
 logger = logging.getLogger("raysgd")
@@ -67,12 +70,12 @@ WITHOUT_EFFECT = {
 }
 
 
-def per_worker_config(config: Any, num_workers: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Make the config as the trainer shows it, and as each worker gets it. The batch size is
-    divided by the number of workers; a remainder is dropped with a warning."""
+def divisible_config(config: Any, num_workers: int) -> dict[str, Any]:
+    """Check the config. A batch size that the number of workers does not divide is rounded down,
+    with a warning."""
     shown = check_config(config, num_workers)
     if BATCH_SIZE not in shown:
-        return shown, dict(shown)
+        return shown
     total = shown[BATCH_SIZE]
     each = total // num_workers
     if each * num_workers != total:
@@ -82,21 +85,40 @@ def per_worker_config(config: Any, num_workers: int) -> tuple[dict[str, Any], di
             stacklevel=4,
         )
     shown[BATCH_SIZE] = each * num_workers
-    return shown, {**shown, BATCH_SIZE: each}
+    return shown
+
+
+def replica_factory(operator_cls: Any, config: dict[str, Any], settings: TorchSettings) -> OperatorReplicaFactory:
+    """Make what makes the replicas. Each of them has its part of the batch size in its config."""
+    sizes = {BATCH_SIZE: config[BATCH_SIZE] // settings.num_workers} if BATCH_SIZE in config else {}
+    return OperatorReplicaFactory(TorchReplica, operator_cls, {**config, **sizes}, settings)
+
+
+@dataclass(frozen=True)
+class PlacedWorkers:
+    """What each worker reserves in the cluster, and the settings of its process."""
+
+    resources: WorkerResources
+    of_process: dict[str, Any]
+
+    @property
+    def use_gpu(self) -> bool:
+        return self.resources.gpus > 0
 
 
 def place_workers(
-    num_workers: int, named: bool, use_ray: bool | None, num_cpus: Any, use_gpu: Any, resources: Any
-) -> tuple[WorkerResources, dict[str, Any]]:
-    """Decide what each worker reserves in the cluster, and the settings of its process. Unless it
-    is a process of Ray, the only worker runs in this process."""
+    num_workers: int, name: str | None, use_ray: bool | None, num_cpus: Any, use_gpu: Any, resources: Any
+) -> PlacedWorkers:
+    """Decide what workers reserve, and where they run. Unless it is a process of Ray, the only
+    worker runs in this process."""
+    named = name is not None
     parsed = worker_resources(num_cpus, use_gpu, resources, use_ray if num_workers == 1 and not named else True)
     on_gpu = parsed.gpus > 0
     missing_gpu = on_gpu and not torch.cuda.is_available()  # it may be on another machine
     remote = needs_ray(use_ray, num_workers, parsed, elsewhere=missing_gpu or named)
     rows = no_rows if named else SharedRowReaders(uuid4().hex[:8]) if remote else local_row_reader
     threads, dtype = max(1, int(parsed.cpus)) if remote else None, torch.get_default_dtype()
-    return parsed, {"use_gpu": on_gpu, "threads": threads, "rows": rows, "dtype": dtype}
+    return PlacedWorkers(parsed, {"use_gpu": on_gpu, "threads": threads, "rows": rows, "dtype": dtype})
 
 
 def checked_parts(parts: int | None, num_workers: int, elastic: ElasticConfig, backend: Any) -> int | None:

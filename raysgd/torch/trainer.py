@@ -27,10 +27,9 @@ from raysgd.torch.foreign import content_version
 from raysgd.torch.hyperparameters import plain
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
-from raysgd.torch.replica import TorchReplica
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.strategies import choose_strategy
-from raysgd.training.arguments import check_call, check_common, refuse_unknown
+from raysgd.training.arguments import check_call, checked, refuse_unknown
 from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import exclusive
 from raysgd.training.description import RunDescription
@@ -38,7 +37,6 @@ from raysgd.training.internals import internals_of
 from raysgd.training.loops import opened_folder
 from raysgd.training.named import checked_name
 from raysgd.training.seeding import DrawnAnew
-from raysgd.training.settings import OperatorReplicaFactory
 from raysgd.training.trainer_base import TrainerBase
 from raysgd.training.within_call import Contents
 
@@ -137,43 +135,44 @@ class TorchTrainer(TrainerBase):
         **unknown: NoReturn,
     ) -> None:
         refuse_unknown(TorchTrainer, unknown, setup.GROUPS, setup.REMOVED, setup.WITHOUT_EFFECT)
-        check_common(training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic)
+        elastic = checked(training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic)
         options = TrainingOptions.checked(options).resolved(wrap_ddp=wrap_ddp, use_fp16=use_fp16)
-        folder, elastic = opened_folder(checkpoints, resume, ".pt"), elastic or ElasticConfig()
-        shown, worker_config = setup.per_worker_config(config, num_workers)
-        reserved = num_cpus_per_worker, use_gpu, resources_per_worker
-        resources, of_process = setup.place_workers(num_workers, name is not None, use_ray, *reserved)
-        self.use_gpu, callbacks = resources.gpus > 0, check_callbacks(callbacks)
-        options.check_with(num_workers=num_workers, use_gpu=self.use_gpu, elastic=elastic, name=name)
-        strategy = choose_strategy(backend, options, horovod_args, gpus=resources.gpus)
+        folder = opened_folder(checkpoints, resume, ".pt")
+        config = setup.divisible_config(config, num_workers)
+        workers = setup.place_workers(num_workers, name, use_ray, num_cpus_per_worker, use_gpu, resources_per_worker)
+        callbacks = check_callbacks(callbacks)
+        options.check_with(num_workers=num_workers, use_gpu=workers.use_gpu, elastic=elastic, name=name)
+        strategy = choose_strategy(backend, options, horovod_args, gpus=workers.resources.gpus)
         settings = TorchSettings(
             num_workers=num_workers,
             parts=setup.checked_parts(parts, num_workers, elastic, backend),
             use_tqdm=use_tqdm,
-            **of_process,
             options=options,
-            **strategy.of_replicas(num_workers, options),
-            **setup.wanted_by(callbacks, checkpoints),
             add_dist_sampler=add_dist_sampler,
             seed=seed,
             scheduler_step_freq=scheduler_step_freq,
             elastic=elastic,
+            **workers.of_process,
+            **strategy.of_replicas(num_workers, options),
+            **setup.wanted_by(callbacks, checkpoints),
         )
-        described = RunDescription(
-            trainer="TorchTrainer",
-            factory=OperatorReplicaFactory(TorchReplica, training_operator_cls, worker_config, settings),
-            config=shown,
-            resources=resources,
-            timeout_s=timeout_s,
-            make_backend=strategy.make_backend,
-            hook=initialization_hook,
-            saved=self._newest_saved if settings.is_sharded else None,
-            callbacks=callbacks,
-            logdir=logdir,
-            folder=folder,
-            named=checked_name(name, orphan_s),
+        super().__init__(
+            RunDescription(
+                trainer="TorchTrainer",
+                factory=setup.replica_factory(training_operator_cls, config, settings),
+                config=config,
+                resources=workers.resources,
+                timeout_s=timeout_s,
+                make_backend=strategy.make_backend,
+                hook=initialization_hook,
+                saved=self._newest_saved if settings.is_sharded else None,
+                callbacks=callbacks,
+                logdir=logdir,
+                folder=folder,
+                named=checked_name(name, orphan_s),
+            )
         )
-        super().__init__(described)
+        self.use_gpu = workers.use_gpu
 
     # -- training -------------------------------------------------------------------------------------
 

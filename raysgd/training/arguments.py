@@ -65,8 +65,9 @@ def refuse_unknown(
         raise TypeError(f"{trainer.__name__} takes no argument {name!r}{hint}")
 
 
-def check_common(operator_cls: Any, base: type, num_workers: Any, hook: Any, timeout_s: Any, elastic: Any) -> None:
-    """Raise ConfigError for wrong values of arguments that both trainers have."""
+def checked(operator_cls: Any, base: type, num_workers: Any, hook: Any, timeout_s: Any, elastic: Any) -> ElasticConfig:
+    """Raise ConfigError for wrong values of arguments that both trainers have. Return `elastic`, or
+    the default."""
     if not isinstance(operator_cls, type) or not issubclass(operator_cls, base):
         hint = " Pass the class itself, not an instance." if isinstance(operator_cls, base) else ""
         hint = " For a training function, use raysgd.train.TorchTrainer." if inspect.isfunction(operator_cls) else hint
@@ -79,10 +80,12 @@ def check_common(operator_cls: Any, base: type, num_workers: Any, hook: Any, tim
     check_hook(hook)
     above_0("timeout_s", timeout_s)
     object_of(ElasticConfig, "elastic", elastic)
-    if elastic is not None and elastic.min_workers > num_workers:
+    checked = ElasticConfig() if elastic is None else elastic
+    if checked.min_workers > num_workers:
         raise ConfigError(
-            f"elastic.min_workers is {elastic.min_workers}, but num_workers is {num_workers}: pass at most num_workers"
+            f"elastic.min_workers is {checked.min_workers}, but num_workers is {num_workers}: pass at most num_workers"
         )
+    return checked
 
 
 # What raysgd calls of an operator, with the names of the arguments that it passes.
