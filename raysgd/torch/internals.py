@@ -7,6 +7,7 @@ from typing import Any
 
 from raysgd.core.average_meters import AverageMeterCollection
 from raysgd.core.ranks import RankInfo
+from raysgd.torch.attributes import WatchAttributes
 from raysgd.torch.batch_mode import KeepBatch
 from raysgd.torch.buffers import RestoreBuffers
 from raysgd.torch.dealing import Dealer
@@ -16,7 +17,6 @@ from raysgd.torch.parts import Parts
 from raysgd.torch.profiling import Profiler
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.skipped_steps import SkipStep
-from raysgd.torch.step_options import WatchAttributes
 from raysgd.torch.weights import GradientWeights
 from raysgd.torch.whole_gradients import WholeGradients
 from raysgd.training.internals import Internals

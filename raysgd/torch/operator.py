@@ -9,36 +9,29 @@ from inspect import signature
 from typing import Any, Literal
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from raysgd.constants import NUM_SAMPLES, NUM_STEPS, STEPPED_BY_TRAINER, USE_FP16, WEIGHT
+from raysgd.constants import NUM_SAMPLES, NUM_STEPS, USE_FP16, WEIGHT
 from raysgd.core import offers
 from raysgd.core.ranks import RankInfo
 from raysgd.data.sample_seeds import seeded_for
-from raysgd.errors import ConfigError, MissingPartError, shown, suggesting
+from raysgd.errors import ConfigError, MissingPartError, shown
 from raysgd.ray_data.columns import RayData
-from raysgd.torch import wrapping
 from raysgd.torch.accuracy import accuracy
-from raysgd.torch.batch_mode import STATIC_GRAPH
+from raysgd.torch.attributes import WatchAttributes
 from raysgd.torch.data.sampling import batches_per_epoch
-from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.hyperparameters import with_nested
 from raysgd.torch.internals import TorchInternals
-from raysgd.torch.parts import Parts, check_parts, move, refuse_wrapped, set_modes, strays
+from raysgd.torch.parts import Parts, move, set_modes
 from raysgd.torch.precision import make_precision
-from raysgd.torch.schedules import Scheduling
+from raysgd.torch.registering import Registering
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.step_options import (
-    WatchAttributes,
-    samples_in,
-)
+from raysgd.torch.step_options import samples_in
 from raysgd.torch.step_order import policies_for
 from raysgd.torch.weights import Counted, counted_by_criterion, counted_by_model
-from raysgd.training.operator_base import Schedule, each_loader
+from raysgd.training.operator_base import Schedule
 from raysgd.training.step import Policies
 from raysgd.training.step_policy import Policy
 
@@ -61,21 +54,13 @@ NOT_REGISTERED = (
 )
 
 
-REGISTERED_AGAIN = (
-    "setup calls self.register() a second time. Only the parts of the last call are trained and saved. Pass all models and optimizers "
-    "in one call"
-)
-STRAYS = (
-    "the optimizer %s holds parameters that no registered model has: %d. raysgd neither saves nor averages them. If a layer was "
-    "replaced, create the optimizer after that. Otherwise, register the module that has them"
-)
 REPLACED = (
     "self.%s is no longer the optimizer that setup has registered. raysgd saves the registered one, and checkpoints and new workers "
     "lack the other. Change the registered one, for example with self.%s.param_groups, or create a trainer with another setup"
 )
 
 
-class TrainingOperator(Scheduling):
+class TrainingOperator(Registering):
     """Defines the model and the data, and what to do with a batch, in an epoch and in a validation.
 
         class Digits(TrainingOperator):
@@ -281,135 +266,6 @@ class TrainingOperator(Scheduling):
         """Move a `batch` to this worker's device, where the loaders' batches are already."""
         return move(batch, self.device)
 
-    # -- registration ---------------------------------------------------------------------------------
-
-    @suggesting
-    def register(
-        self,
-        *,
-        models: Any,
-        optimizers: Any,
-        criterion: Any = None,
-        schedulers: Any = None,
-        ddp_args: Mapping[str, Any] | None = None,
-        apex_args: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Register the parts of training. Return them ready to use (on the device, in the
-        precision, wrapped in DDP), each in the container it came in. A criterion or scheduler that
-        is not passed is not returned.
-
-        models      a module, or a list or dict of modules
-        optimizers  an optimizer of torch, or several in a list or tuple; [] if it only validates
-        criterion   the loss; it is moved to the device
-        schedulers  learning-rate schedulers of the optimizers: one, or a list or dict
-        ddp_args    arguments of DistributedDataParallel
-        apex_args   arguments of `apex.amp.initialize`, for the precision "apex"
-        """
-        parts = self._parts
-        bare = parts.as_list(models)
-        if not bare or not all(isinstance(model, nn.Module) for model in bare):
-            raise ConfigError(f"models must be a torch.nn.Module or a list or tuple of them, got {models!r}")
-        if optimizers is None:
-            raise ConfigError("optimizers must not be None: pass [] if this operator only validates or predicts")
-        self._check_arguments(criterion, ddp_args, apex_args)
-        if parts.options.parallel is not None:
-            refuse_wrapped(bare)
-        check_parts(bare, parts.as_list(optimizers), criterion, parts.as_list(schedulers))
-        self._warn_of_parts(bare, parts.as_list(optimizers))
-        if schedulers is not None and self.scheduler_step_freq is None:
-            raise ConfigError(
-                "register got schedulers, but the trainer does not say when they step: pass it "
-                "scheduler_step_freq='batch', 'step', 'epoch' or 'manual'"
-            )
-        first, unused = self._internals.rank_info.world_rank == 0, schedulers is None
-        if first and unused and self.scheduler_step_freq in STEPPED_BY_TRAINER:
-            logger.warning(
-                "scheduler_step_freq=%r has no effect, because register() got no schedulers: pass it schedulers=..., which are "
-                "then stepped, and saved in checkpoints",
-                self.scheduler_step_freq,
-            )
-        bare = [model.to(self.device) for model in bare]
-        if isinstance(criterion, nn.Module):
-            criterion = criterion.to(self.device)
-        bare = wrapping.formatted(bare, parts.options, distributed=self._is_distributed)
-        stepped, apex_args = parts.as_list(optimizers), dict(apex_args or {})
-        parts.models, parts.optimizers = parts.precision.prepare(bare, stepped, apex_args)
-        parts.criterion, parts.schedulers = criterion, parts.as_list(schedulers)
-        wrapping.compile_models(parts.models, parts.options)
-        self._wrap(dict(ddp_args or {}))
-        wrapping.update_together(parts.optimizers)
-        self._watch(parts)
-        parts.registered = True
-        optional = [criterion, None if schedulers is None else parts.like(schedulers, parts.schedulers)]
-        ready = [parts.like(models, parts.wrapped), parts.like(optimizers, parts.optimizers)]
-        return (*ready, *(each for each in optional if each is not None))
-
-    def _watch(self, parts: Parts) -> None:
-        """Register what acts at the steps of optimizers, in its order."""
-        if self._internals.whole is not None:
-            self._internals.whole.require_hooks(parts.optimizers)
-        if self._settings.adds_parts or not self._has_own_steps:
-            self._watch_steps(parts.optimizers)  # before others, which change gradients
-
-    def _warn_of_parts(self, *parts: Any) -> None:
-        if self._parts.registered:
-            self._internals.warn_once(REGISTERED_AGAIN)
-        for each in strays(*parts):
-            self._internals.warn_once(STRAYS, *each)
-
-    def _check_arguments(self, criterion: Any, ddp_args: Any, apex_args: Any) -> None:
-        if self._settings.is_exact and getattr(criterion, "reduction", None) == "sum":
-            raise ConfigError(
-                f"the criterion {type(criterion).__name__} sums over the batch, but with several workers a step's gradient is the mean "
-                "over its samples. Use reduction='mean'. For the mean of the workers' sums, pass TrainingOptions(gradients='ranks')"
-            )
-        for name, given in {"ddp_args": ddp_args, "apex_args": apex_args}.items():
-            if given is not None and not isinstance(given, Mapping):
-                raise ConfigError(f"{name} must be a dict of keyword arguments, got {given!r}")
-        self._parts.options.check_ddp(ddp_args or {})
-        if (ddp_args or {}).get("static_graph"):
-            self._internals.keep_batch.why = STATIC_GRAPH
-        if ddp_args and self._parts.options.parallel == "fsdp":
-            raise ConfigError(
-                "register(ddp_args=...) is for DistributedDataParallel, but parallel is 'fsdp': leave one out"
-            )
-
-    @suggesting
-    def register_data(
-        self, *, train_loader: Any = None, validation_loader: Any = None, test_loader: Any = None
-    ) -> None:
-        """Register `train_loader`, `validation_loader` and `test_loader`: DataLoaders (divided
-        among the workers unless add_dist_sampler=False), Ray Datasets (divided by rows;
-        `raysgd.data.RayData` names their columns), or any iterables. For validations and tests also
-        a dict of them by name: `val_loss` is then `val_NAME_loss`, over the samples of that
-        loader."""
-        given = {"train_loader": train_loader, "validation_loader": validation_loader, "test_loader": test_loader}
-        for name, loader in (pair for own in given.items() for pair in each_loader(*own)):
-            if isinstance(loader, torch.utils.data.Dataset) and not hasattr(loader, "__iter__"):
-                raise ConfigError(
-                    f"{name} must be a DataLoader or another iterable of batches, got the data set {shown(loader)}: pass "
-                    "DataLoader(data_set, batch_size=...)"
-                )
-            iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__") or RayData.is_given_as(loader)
-            iterable = iterable and not isinstance(loader, (str, bytes, Mapping, type))
-            if loader is not None and not iterable:
-                raise ConfigError(
-                    f"{name} must be a DataLoader or another iterable of batches, or a Ray Dataset, got {loader!r}"
-                )
-        for name, loader in given.items():
-            setattr(self._parts, name, loader)
-
-    @suggesting
-    def register_metrics(self, *, train: Any = None, validation: Any = None, test: Any = None) -> Any:
-        """Register TorchMetrics objects (a Metric or MetricCollection each) for `train`,
-        `validation` and `test`. Update them in your batch methods; they are computed over all
-        workers, reported by name, and reset for each call. Return them on the device. A test that
-        has no `test_batch` and no metric of its own uses those of the validation."""
-        metrics = {"train": train, "validation": validation, "test": test}
-        self._parts.metrics = {name: metric.to(self.device) for name, metric in metrics.items() if metric is not None}
-        given = list(self._parts.metrics.values())
-        return given[0] if len(given) == 1 else tuple(given)
-
     # -- for the default methods ----------------------------------------------------------------------
 
     def _change_with(self, function: Any) -> Any:
@@ -445,41 +301,6 @@ class TrainingOperator(Scheduling):
         if drawn.samples is not None and batch is drawn.batch:
             return drawn.samples
         return samples_in(batch if target is None else target)
-
-    def _wrap(self, ddp_args: dict[str, Any]) -> None:
-        parts, options = self._parts, self._parts.options
-        parts.wrapped = list(parts.models)
-        if not self._is_distributed:
-            return
-        if options.parallel == "fsdp":
-            parts.shards = Shards(parts.models, parts.optimizers, self._configure_fsdp, self.device)
-        elif self._settings.wrap_ddp:
-            parts.ddp_args = wrapping.ddp_arguments(options, ddp_args, self.device_ids)
-            parts.keep_parameters()
-            parts.wrapped = self._configure_ddp(parts.models, self.device_ids, ddp_args)
-            wrapping.adapt(parts.wrapped, parts.ddp_args, options)
-            if self.device.type != "cpu" and options.accumulate == 1:
-                self._internals.pace.newest = parts.newest_wait_s
-        parts.exchange.prepare(parts.models, parts.optimizers)
-        if not self._internals.rank_info.solo:
-            parts.exchange.equalize()
-            parts.exchange.joined()
-
-    def _configure_fsdp(self, model: nn.Module, mesh: Any) -> None:
-        """Shard one model in place over the mesh, with `torch.distributed.fsdp.fully_shard`.
-        Override it to shard in another way."""
-        shard_layers(model, mesh)
-
-    def _configure_ddp(
-        self, models: list[nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]
-    ) -> list[nn.Module]:
-        """Wrap models in DDP, those with gradients. Override it to wrap them in another way."""
-        return [
-            DistributedDataParallel(model, **self._parts.ddp_args)
-            if any(parameter.requires_grad for parameter in model.parameters())
-            else model
-            for model in models
-        ]
 
     def _check_optimizer(self) -> None:
         """Raise ConfigError for optimizers that the default `train_batch` cannot step."""
@@ -569,11 +390,6 @@ class TrainingOperator(Scheduling):
     # -- what operators can read ------------------------------------------------------------------------
 
     @property
-    def device(self) -> torch.device:
-        """The device of models and batches."""
-        return self._device
-
-    @property
     def part_state(self) -> dict[str, Any]:
         """The dict of the part of the batch that `train_batch` has now (`batch_info["part"]`), for
         what it keeps from one batch to the next, such as a hidden state: values that can be
@@ -585,14 +401,6 @@ class TrainingOperator(Scheduling):
         again, which the log says. After a load, its tensors are on this worker's device. It is
         there only while `train_batch` runs."""
         return self._internals.part_states.of(self._internals.feed)
-
-    @property
-    def _is_distributed(self) -> bool:
-        return self._settings.distributed
-
-    @property
-    def device_ids(self) -> list[int] | None:
-        return [self.device.index or 0] if self.device.type == "cuda" else None
 
     @property
     def use_fp16(self) -> bool | Literal["apex"]:

@@ -110,8 +110,8 @@ class Parts(RegisteredParts):
         self.frozen = [each for each, _ in named if not each.requires_grad]
 
     def end_setup(self) -> None:
-        """Note the optimizers' groups and the models' modes. Raise ConfigError if `setup` has left parameters without
-        gradients for which DDP waits."""
+        """Note the optimizers' groups and the models' modes. Raise ConfigError if `setup` has left
+        parameters without gradients for which DDP waits."""
         self.groups = self._groups_now()
         for at, (model, wrapper) in enumerate(zip(self.models, self.wrapped, strict=True)):
             trained = {id(each) for each in model.parameters() if each.requires_grad}

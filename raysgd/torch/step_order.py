@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from raysgd.torch.attributes import WatchAttributes
 from raysgd.torch.batch_mode import KeepBatch
 from raysgd.torch.buffers import RestoreBuffers
 from raysgd.torch.dealing import Dealer
@@ -23,7 +24,6 @@ from raysgd.torch.step_options import (
     ReadAfterLaunch,
     RestoreMetrics,
     RestoreSettings,
-    WatchAttributes,
 )
 from raysgd.torch.weights import GradientWeights
 from raysgd.torch.whole_gradients import WholeGradients

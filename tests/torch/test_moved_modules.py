@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from raysgd.torch import step_options
+from raysgd.torch import attributes
 from tests.torch.small import Line, inline
 
 SAID = "has changed self.target, which checkpoints and new workers will not have"
@@ -269,6 +269,6 @@ def test_only_modules_are_looked_at_and_only_on_rank_0(
     with inline(kind) as trainer:
         operator = trainer.get_local_operator()
         operator._internals.rank_info = replace(operator._internals.rank_info, world_rank=rank)
-        monkeypatch.setattr(step_options, "_content", lambda tensor: (seen.append(tensor), b""))
-        assert operator._attributes.watch(lambda given: given is operator)
+        monkeypatch.setattr(attributes, "_content", lambda tensor: (seen.append(tensor), b""))
+        assert operator._internals.attributes.watch(lambda given: given is operator)
     assert bool(seen) == looks
