@@ -129,8 +129,9 @@ def mean_of_ones() -> float:
 
 def model_of(config: dict[str, Any]) -> nn.Module:
     torch.manual_seed(1)
-    between = [Synced()] if config.get("calls") == "later" else []
-    return nn.Sequential(nn.Sequential(nn.Linear(8, 16), *between, nn.Tanh()), nn.Linear(16, 1)).double()
+    first = nn.Linear(8, 16, bias="norm" not in config)  # which would train on noise, with Adam
+    between = [Synced()] if config.get("calls") == "later" else [nn.BatchNorm1d(16)] if config.get("norm") else []
+    return nn.Sequential(nn.Sequential(first, *between, nn.Tanh()), nn.Linear(16, 1)).double()
 
 
 def loader() -> Any:
@@ -195,6 +196,20 @@ class OwnStep(Curve):
         self.optimizer.step()
 
 
+class Changes(Curve):
+    """Changes, before its step, all that a step can change."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        state = self.part_state
+        state["sum"] = 0.5 * state.get("sum", 0.0) + batch[1].mean()
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.97
+        bias: Any = self.unwrapped()[1].bias
+        bias.data.mul_(0.9)
+        index, x, y = batch
+        return super().train_batch((index, x + 0.1 * state["sum"], y), batch_info)
+
+
 class Counts(Curve):
     """Its loss is a mean over 0 to 3 things of each sample."""
 
@@ -210,10 +225,11 @@ class Counts(Curve):
 
 
 def state_of(operator: Any) -> torch.Tensor:
-    """Return the weights and Adam's moments that a rank has."""
+    """Return the weights, buffers, Adam's moments and rate that a rank has."""
     (optimizer,), (model,) = parts_of(operator).optimizers, models_of(operator)
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    return torch.cat([each.detach().flatten() for each in [*model.parameters(), *moments]])
+    rates = [torch.tensor(group["lr"]) for group in optimizer.param_groups]
+    return torch.cat([each.detach().flatten() for each in [*model.parameters(), *model.buffers(), *moments, *rates]])
 
 
 def disarm(operator: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.emulated.runs import Counts, Ground, Kill, Mark, OwnStep, emulation, state_of, trainer
+from tests.emulated.runs import Changes, Counts, Ground, Kill, Mark, OwnStep, emulation, state_of, trainer
 from tests.faults import alive
 
 pytestmark = [pytest.mark.elastic, pytest.mark.usefixtures("ray_cluster")]
@@ -43,6 +43,8 @@ def more(*values: Any) -> Any:
         # The first call is that of the counts.
         ({"operator": Counts, **BUCKETS}, [Kill(number=0), Kill(number=1)]),
         more({"operator": Counts, "accumulate": 2, **BUCKETS}, [Kill(number=0, place="after", step=3)]),
+        more({"operator": Changes, "config": {"norm": True}, **BUCKETS}, [Kill(number=n) for n in (0, 1, 3)]),
+        more({"operator": Changes, "config": {"norm": True}, "accumulate": 3, **BUCKETS}, [Kill(number=1, step=5)]),
     ],
     ids=[
         "ddp",
@@ -54,6 +56,8 @@ def more(*values: Any) -> Any:
         "fp16",
         "counts",
         "counts of windows",
+        "all that a step changes",
+        "all that a window changes",
     ],
 )
 def test_kills_in_a_step(given: dict[str, Any], kills: Sequence[Any]) -> None:
