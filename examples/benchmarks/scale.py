@@ -24,8 +24,7 @@ from raysgd.config import ElasticConfig, Limits
 from raysgd.core.messages import Interrupt, Message
 from raysgd.core.outcomes import Interrupted, Ok, Outcome
 from raysgd.core.progress import Progress
-from raysgd.core.protocols import Call
-from raysgd.core.ranks import SingleWorkerBackend
+from raysgd.core.protocols import Call, SingleWorkerBackend
 from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine
 from raysgd.workers.events import CallEnded, Event, WorkerEnded, WorkerStarted

@@ -231,12 +231,7 @@ class GiveState(Message):
 
 @dataclass(frozen=True)
 class TakeState(Message):
-    """The worker asks for a state. `State` follows."""
-
-
-@dataclass(frozen=True)
-class State(Message):
-    """The driver sends a state, which is the body."""
+    """The worker asks for a state, which is the body of the `Answer` that follows."""
 
 
 @dataclass(frozen=True)
@@ -248,6 +243,6 @@ class Ask(Message):
 
 @dataclass(frozen=True)
 class Answer(Message):
-    """The driver's answer."""
+    """The driver's answer, or the state that it sends."""
 
-    answer: Any
+    answer: Any = None

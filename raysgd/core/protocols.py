@@ -11,9 +11,9 @@ from raysgd.core.progress import Progress
 from raysgd.core.ranks import RankInfo
 
 
-class ProcessGroupBackend(Protocol):
+class ProcessGroupBackend:
     """Connects the ranks of a generation. The object on the driver plans; its pickled copies join
-    and leave.
+    and leave. What a backend inherits from here does nothing.
 
     in_place      whether a process that leaves one generation joins the next; otherwise, all are
                   new
@@ -23,17 +23,19 @@ class ProcessGroupBackend(Protocol):
                   `offer` first
     """
 
-    in_place: bool
-    shares: bool
-    needs_offers: bool
+    in_place: bool = True
+    shares: bool = False
+    needs_offers: bool = False
 
     def offer(self) -> dict[str, Any]:
         """Worker, main thread, before `plan`: return what the driver needs from this worker, such
         as an address with a port that it holds, or its GPUs."""
+        return {}
 
     def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
         """Driver: close the old rendezvous, and open a new one if there are ranks. Return what each
         needs to find it. `offers` are by rank, if the backend `needs_offers`."""
+        return [{} for _ in rank_infos]
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         """Worker, main thread: join the process group. Raise an error if that takes too long."""
@@ -51,9 +53,15 @@ class ProcessGroupBackend(Protocol):
 
     def collectives(self) -> int:
         """Worker: return how many collective calls this generation had here; -1: not counted."""
+        return 0
 
     def is_interruption(self, error: BaseException) -> bool:
         """Worker: return whether this error means that a peer or the network failed."""
+        return False
+
+
+class SingleWorkerBackend(ProcessGroupBackend):
+    """The backend of a group that never has more than one worker: it has no process group."""
 
 
 @dataclass(frozen=True)

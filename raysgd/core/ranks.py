@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -47,35 +46,3 @@ def assign_ranks(nodes: Sequence[str], *, generation: int = 0, local: bool = Fal
         )
         seen[node] += 1
     return rank_infos
-
-
-class SingleWorkerBackend:
-    """The backend of a group that never has more than one worker: it has no process group."""
-
-    in_place = True
-    shares = False
-    needs_offers = False
-
-    def offer(self) -> dict[str, Any]:
-        return {}
-
-    def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-        return [{} for _ in rank_infos]
-
-    def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
-        """There is nothing to join."""
-
-    def leave(self) -> None:
-        """There is nothing to leave."""
-
-    def abort(self) -> None:
-        """There is no collective to end."""
-
-    def ensure_whole(self, *, unless_seen: bool = False) -> None:
-        """There are no collective calls."""
-
-    def collectives(self) -> int:
-        return 0
-
-    def is_interruption(self, error: BaseException) -> bool:
-        return False

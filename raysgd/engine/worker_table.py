@@ -20,7 +20,7 @@ from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import Failed, GpuFault, Interrupted, Ok, Outcome, WorkerFailed
 from raysgd.core.progress import Progress
 from raysgd.core.snapshot import Snapshot, SnapshotStore
-from raysgd.workers.events import CallEnded, Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.worker_group import WorkerGroupProtocol
 
 logger = logging.getLogger("raysgd")
@@ -94,7 +94,7 @@ class WorkerInfo:
     ended       how it failed
     broken      the outcome with which it said that its GPU is broken
     gpus        the GPUs that Ray has given to it, and how often they had failed before its set-up
-    killed_for  why the driver killed it: the reason and the details of its failure
+    killed_for  why the driver killed it, as the outcome of its call
     unfinished  what it did not finish in time, with its stack; empty if its process is stopped and
                 shows none
     busy        the call that it has not answered yet
@@ -120,7 +120,7 @@ class WorkerInfo:
     broken: WorkerFailed | None = None
     gpus: tuple[Gpu, ...] = ()
     gpu_failures: int = 0
-    killed_for: KillReason | None = None
+    killed_for: WorkerFailed | None = None
     unfinished: str = ""
     busy: int | None = None
     last_call: int = -1
@@ -134,15 +134,6 @@ class WorkerInfo:
     def machine(self) -> str:
         """What users know its machine by."""
         return self.address or (self.node[:8] if len(self.node) == RAY_ID_LENGTH else self.node)
-
-
-@dataclass(frozen=True)
-class KillReason:
-    """Why the driver killed a worker, and where code hung on it."""
-
-    reason: str
-    why: str
-    hung_at: tuple[str, int] | None = None
 
 
 class WorkerTable:
@@ -282,7 +273,7 @@ class WorkerTable:
     def kill(self, worker: str, reason: str, why: str, *, hung_at: tuple[str, int] | None = None) -> None:
         """End a worker that blocks the others. Its failure will have this reason."""
         if worker in self._workers:  # a call that was made from within the running one may have dismissed it
-            self._workers[worker].killed_for = KillReason(reason, why, hung_at)
+            self._workers[worker].killed_for = WorkerFailed(why, reason, hung_at=hung_at)
             self.group.kill(worker)
 
     def end_unreported(self, workers: Iterable[str]) -> None:
@@ -365,16 +356,13 @@ class WorkerTable:
             return WorkerFailed("it was dismissed")
         if info.broken is not None:
             return info.broken
-        hung_at = None
         if info.killed_for is not None:
-            reason, why, hung_at = info.killed_for.reason, info.killed_for.why, info.killed_for.hung_at
+            failure = info.killed_for
+        elif self._has_failed(info.node):
+            failure = WorkerFailed(f"its node {info.machine} failed", "node failure")
         else:
-            reason, why = info.ended.reason, info.ended.cause
-            if self._has_failed(info.node):
-                reason, why = "node failure", f"its node {info.machine} failed"
-            elif info.notice:
-                reason = "preemption"
-        return WorkerFailed(why, reason, info.partial, info.progress, hung_at)
+            failure = WorkerFailed(info.ended.cause, "preemption" if info.notice else info.ended.reason)
+        return replace(failure, value=info.partial, progress=info.progress)
 
     def _has_failed(self, node: str) -> bool:
         """Whether the machine has failed. Ray is asked, and the machine, which takes a moment if it
@@ -463,8 +451,6 @@ class WorkerTable:
         elif isinstance(event, WorkerEnded):
             info.ended = info.ended or event  # a broken GPU is known before its process has ended
             self._note_change(event.worker)
-        elif isinstance(event, PartReceived):
-            info.moved_at = self.clock()  # a slow transfer is not a hang
         elif isinstance(event, CallEnded):
             self._note_call_end(info, event)
         else:
@@ -501,7 +487,7 @@ class WorkerTable:
             self._on_progress(info)
             self.raise_cancelled()  # also here, because `pump` is not called while the inline worker trains
         elif isinstance(message, messages.FunctionReport | messages.Moved):
-            info.moved_at = self.clock()
+            info.moved_at = self.clock()  # a slow transfer is not a hang
         elif isinstance(message, messages.PreemptionNotice):
             info.notice = True
             rank = "a new worker" if info.rank is None else f"rank {info.rank}"

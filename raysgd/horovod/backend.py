@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, causes_of
 from raysgd.horovod import foreign
@@ -36,16 +37,14 @@ INIT_FAILED = "Horovod initialization failed"
 _shutdown_lock = threading.Lock()  # if two threads join Horovod's own thread, the behaviour is undefined
 
 
-class Ranks:
+class Ranks(ProcessGroupBackend):
     """The part that both backends share. On the driver: owns the rendezvous. On a worker: owns the
     environment of this generation, and knows the sockets that `hvd.init()` opens.
 
     `wait_s` limits how long Horovod waits for the other ranks in `hvd.init()`, and for a host that
-    stops responding.
+    stops responding. `ensure_whole` has nothing to do, as Horovod's calls return when they are
+    done, or raise an error.
     """
-
-    in_place = True
-    shares = False
 
     def __init__(self, *, host: str, wait_s: float, interface: str | None = None) -> None:
         self._wait_s, self._interface = wait_s, interface
@@ -70,9 +69,6 @@ class Ranks:
         if self._environment:
             threading.Thread(target=end_rendezvous, args=(self._environment,), daemon=True).start()
 
-    def ensure_whole(self, *, unless_seen: bool = False) -> None:
-        """Horovod's calls return when they are done, or raise an error."""
-
     def collectives(self) -> int:
         return -1  # Horovod does not count its calls
 
@@ -86,16 +82,12 @@ class HorovodBackend(Ranks):
     process group comes first, so that all ranks are alive when they call `hvd.init()`."""
 
     shares = True
-    needs_offers = False
 
     def __init__(self, *, host: str = "127.0.0.1", join_s: float = 60.0, collective_s: float = 540.0) -> None:
         from raysgd.torch.process_group import TorchBackend
 
         super().__init__(host=host, wait_s=min(SILENCE_S, collective_s))
         self._process_group = TorchBackend("gloo", host=host, join_s=join_s, collective_s=collective_s)
-
-    def offer(self) -> dict[str, Any]:
-        return {}
 
     def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
         pairs = zip(self._process_group.plan(rank_infos), self._rendezvous.open(rank_infos), strict=True)
@@ -124,7 +116,7 @@ class HorovodBackend(Ranks):
         return super().is_interruption(error) or self._process_group.is_interruption(error)
 
 
-class HorovodFunctionBackend(Ranks, OffersGpus):
+class HorovodFunctionBackend(OffersGpus, Ranks):
     """Connects the ranks of a training function, which calls `hvd.init()` itself. Each worker sees
     the GPUs of all workers on its node, because scripts call `set_device(hvd.local_rank())`."""
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raysgd.core.network import address_towards
+from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.core.ranks import RankInfo
 
 PORTS = (15000, 32000)
@@ -56,13 +57,13 @@ class HeldPort:
         self._held.close()
 
 
-class HeldPortBackend:
+class HeldPortBackend(ProcessGroupBackend):
     """What the backends of operators and of functions have in common. On a worker, owns the port
     for TensorFlow's server. A process can join TensorFlow's collectives only once, so `in_place` is
-    False."""
+    False. Its calls return when they are done, or raise an error: `ensure_whole` has nothing to
+    do."""
 
     in_place = False
-    shares = False
     needs_offers = True
 
     def __init__(self, *, host: str) -> None:
@@ -88,9 +89,6 @@ class HeldPortBackend:
     def _set_tf_config(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         task = {"type": "worker", "index": rank_info.world_rank}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": settings["addresses"]}, "task": task})
-
-    def ensure_whole(self, *, unless_seen: bool = False) -> None:
-        """TensorFlow's calls return when they are done, or raise an error."""
 
     def collectives(self) -> int:
         return -1  # they are inside graph functions, which do not count them

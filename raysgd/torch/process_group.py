@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd.core.network import LOOPBACK, allow_connections
+from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.core.ranks import RankInfo
 from raysgd.environment import NCCL_ANYWHERE, flag_from_environment
 from raysgd.errors import ConfigError, causes_of
@@ -59,13 +60,12 @@ def name_for(asked: str | None, gpus: float) -> str:
     return "nccl" if gpus >= 1 else "gloo"
 
 
-class TorchBackend:
+class TorchBackend(ProcessGroupBackend):
     """On the driver, owns the store of the current generation: a new one each time, on a port that
     is bound. On a worker, owns the membership of the default process group, and knows its sockets,
     and whether it was aborted."""
 
     shares = True
-    needs_offers = False
 
     def __init__(
         self,
@@ -111,9 +111,6 @@ class TorchBackend:
         return [dict(settings) for _ in rank_infos]
 
     # -- worker ---------------------------------------------------------------------------------------
-
-    def offer(self) -> dict[str, Any]:
-        return {}
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         os.environ.setdefault("GLOO_DISABLE_CONNECTION_RETRIES", "1")  # it would retry only peers that have failed

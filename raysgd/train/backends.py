@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from raysgd.config import above_0, one_of
 from raysgd.core import offers
-from raysgd.core.ranks import RankInfo, SingleWorkerBackend
+from raysgd.core.protocols import SingleWorkerBackend
+from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.torch.devices import OffersGpus, see_gpus, shared_gpus
 

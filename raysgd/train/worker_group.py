@@ -8,8 +8,7 @@ from typing import Any
 
 from raysgd.config import ElasticConfig, Limits, WorkerResources, at_least
 from raysgd.core.lazy import REFUSED, lazy_names
-from raysgd.core.protocols import Call
-from raysgd.core.ranks import SingleWorkerBackend
+from raysgd.core.protocols import Call, SingleWorkerBackend
 from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine
 from raysgd.environment import FUNCTION_START_LIMIT, seconds_from_environment, start_limit_s

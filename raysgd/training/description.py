@@ -10,8 +10,7 @@ from typing import Any, NoReturn
 from raysgd.callbacks.base import Callback, Run
 from raysgd.callbacks.folder import folder_to_be
 from raysgd.config import Limits, WorkerResources
-from raysgd.core.protocols import ProcessGroupBackend
-from raysgd.core.ranks import SingleWorkerBackend
+from raysgd.core.protocols import ProcessGroupBackend, SingleWorkerBackend
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.engine import Engine
 from raysgd.environment import start_limit_s

@@ -26,7 +26,7 @@ from raysgd.core.lease import LEASE_S
 from raysgd.core.network import listen
 from raysgd.environment import control_ports
 from raysgd.errors import described
-from raysgd.workers.events import Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.events import Event, MessageReceived, WorkerEnded, WorkerStarted
 
 logger = logging.getLogger(__name__)
 
@@ -376,7 +376,7 @@ class ControlServer:
             now = time.monotonic()
             if now - noted >= PART_EVERY_S:
                 noted = now
-                self._events.put(PartReceived(worker))
+                self._events.put(MessageReceived(worker, messages.Moved()))
 
         return note
 

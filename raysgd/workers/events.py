@@ -44,7 +44,8 @@ class WorkerEnded:
 @dataclass(frozen=True)
 class MessageReceived:
     """A worker sent a message: progress, an answer, a snapshot or a report. `body` holds its data,
-    that of an answer in its parts. The sender of a `FunctionReport` waits until somebody calls
+    that of an answer in its parts. The control server makes a `Moved` itself about once a second
+    while a large message arrives. The sender of a `FunctionReport` waits until somebody calls
     `acknowledge`; any thread may."""
 
     worker: str
@@ -53,11 +54,4 @@ class MessageReceived:
     acknowledge: Callable[[], None] = field(default=lambda: None, compare=False)
 
 
-@dataclass(frozen=True)
-class PartReceived:
-    """A part of a large message has arrived: reported about once a second while it moves."""
-
-    worker: str
-
-
-Event = WorkerStarted | CallEnded | WorkerEnded | MessageReceived | PartReceived
+Event = WorkerStarted | CallEnded | WorkerEnded | MessageReceived

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import platform
@@ -19,14 +18,12 @@ from raysgd.ray_data.reader import RowReader, local_row_reader
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerStarted
 from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.transfer import InlineTransfer
-from raysgd.workers.worker_group import Room
+from raysgd.workers.worker_group import Room, WorkerGroupProtocol
 
 
-class InlineGroup:
+class InlineGroup(WorkerGroupProtocol):
     """Owns the worker, which runs each call inside `submit`. Progress goes directly to `listener`,
-    because `poll` cannot be called meanwhile. The interface is that of `RayGroup`."""
-
-    elastic, term = False, 0
+    because `poll` cannot be called meanwhile."""
 
     def __init__(self, backend: ProcessGroupBackend) -> None:
         self.listener: Callable[[Event], None] = lambda event: None
@@ -49,9 +46,6 @@ class InlineGroup:
         self._launched = True
         self._events.append(WorkerStarted(self._worker, platform.node(), os.getpid()))
         return [self._worker]
-
-    def adopt(self) -> list[str]:
-        return []
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         self._calls += 1
@@ -90,18 +84,6 @@ class InlineGroup:
 
     def room(self) -> Room:
         return Room(0 if self._launched else 1, 1)
-
-    def draining(self) -> dict[str, float | None]:
-        return {}
-
-    def is_node_alive(self, node: str) -> bool:
-        return True
-
-    def silent_for(self, worker: str) -> float:
-        return 0.0
-
-    def releasing(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def stop(self) -> None:
         if self._launched:

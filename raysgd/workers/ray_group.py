@@ -38,7 +38,7 @@ from raysgd.workers.processes import LocalProcess, end_all
 from raysgd.workers.ray_control_service import GcsQuery, gcs_limit_s, require_ray
 from raysgd.workers.serialization import dumps
 from raysgd.workers.transfer import Transfer
-from raysgd.workers.worker_group import Room
+from raysgd.workers.worker_group import Room, WorkerGroupProtocol
 
 logger = logging.getLogger("raysgd")
 
@@ -67,7 +67,7 @@ class _Handle:
     process: LocalProcess | None = None
 
 
-class RayGroup:
+class RayGroup(WorkerGroupProtocol):
     """Owns the actor handles, the control server and one queue of events. Decides nothing.
 
     Each worker is an actor with its own resources, because a placement group could not be resized.

@@ -14,7 +14,7 @@ from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any
 
 from raysgd.core.connection import Body, Connection, ControlAddress, Waiting, connect
-from raysgd.core.messages import Answer, Ask, GiveState, Open, Received, State, TakeState
+from raysgd.core.messages import Answer, Ask, GiveState, Open, Received, TakeState
 
 if TYPE_CHECKING:
     from raysgd.workers.control_server import ControlServer
@@ -69,7 +69,7 @@ class Transfer:
                 connection.send(Answer(self.answer(message.question)))
             else:
                 connection.socket.settimeout(STALL_S)
-                connection.stream(State(), [self.data], len(self.data), note)
+                connection.stream(Answer(), [self.data], len(self.data), note)
         except OSError as error:
             self._lost(str(error))
             raise

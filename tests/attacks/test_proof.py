@@ -25,11 +25,11 @@ from raysgd.core.frames import (
     new_number,
     proof,
 )
-from raysgd.core.messages import FunctionReport, Hello, Open, Received, StackRequest
+from raysgd.core.messages import FunctionReport, Hello, Moved, Open, Received, StackRequest
 from raysgd.core.network import allow_connections
 from raysgd.errors import ConfigError
 from raysgd.workers.control_server import ControlServer
-from raysgd.workers.events import Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.events import Event, MessageReceived, WorkerEnded, WorkerStarted
 from tests.traffic import Events, Runs, Tap, units
 
 EVIL = pickle.dumps(Runs())
@@ -48,7 +48,7 @@ class Driver:
         self.address = self.server.address_for_workers()
 
     def next(self) -> Event:
-        while isinstance(event := self.events.get(timeout=60), PartReceived):
+        while isinstance(getattr(event := self.events.get(timeout=60), "message", None), Moved):
             continue
         return event
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.protocols import ProcessGroupBackend
-from raysgd.core.ranks import RankInfo, SingleWorkerBackend, assign_ranks
+from raysgd.core.protocols import ProcessGroupBackend, SingleWorkerBackend
+from raysgd.core.ranks import RankInfo, assign_ranks
 from tests.forked_workers import fresh_processes
 
 JOIN_S, COLLECTIVE_S = 30.0, 90.0

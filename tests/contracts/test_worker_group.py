@@ -19,8 +19,8 @@ from raysgd.core.messages import Interrupt, ProgressReport, StackReport, StackRe
 from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.progress import Progress
-from raysgd.core.protocols import Call
-from raysgd.core.ranks import RankInfo, SingleWorkerBackend
+from raysgd.core.protocols import Call, SingleWorkerBackend
+from raysgd.core.ranks import RankInfo
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.inline_group import InlineGroup

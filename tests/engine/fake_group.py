@@ -11,9 +11,9 @@ from raysgd.core.control import Control
 from raysgd.core.messages import ProgressReport, StackReport, StackRequest
 from raysgd.core.outcomes import Interrupted, Ok, Outcome
 from raysgd.core.progress import Progress
-from raysgd.core.ranks import SingleWorkerBackend
+from raysgd.core.protocols import SingleWorkerBackend
 from raysgd.engine.worker_table import WorkerTable
-from raysgd.workers.events import CallEnded, Event, MessageReceived, PartReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.worker_group import Room
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "Interrupted",
     "MessageReceived",
     "Ok",
-    "PartReceived",
     "SingleWorkerBackend",
     "StackReport",
     "WorkerEnded",

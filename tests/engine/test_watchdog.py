@@ -11,7 +11,7 @@ import pytest
 
 from raysgd.core.blobs import Blob
 from raysgd.core.control import report_interval_s
-from raysgd.core.messages import ProgressReport
+from raysgd.core.messages import Moved, ProgressReport
 from raysgd.core.outcomes import Interrupted, WorkerFailed
 from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
@@ -20,7 +20,7 @@ from raysgd.engine.watchdog import Watchdog, ask
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.workers.calls import SMALL
 from raysgd.workers.events import CallEnded
-from tests.engine.fake_group import FakeGroup, MessageReceived, Ok, PartReceived, StackReport, WorkerEnded, reporting
+from tests.engine.fake_group import FakeGroup, MessageReceived, Ok, StackReport, WorkerEnded, reporting
 
 LIMIT_S = 10.0
 
@@ -223,7 +223,7 @@ def test_a_transfer_that_moves_is_progress() -> None:
     watchdog = Watchdog(table, ["a"], LIMIT_S)
     for _ in range(3):
         now[0] += LIMIT_S - 1
-        group.events.append(PartReceived("a"))
+        group.events.append(MessageReceived("a", Moved()))
         table.pump(0)
         watchdog.tick(["a"])
     assert table["a"].moved_at == now[0] and group.killed == []
@@ -254,7 +254,7 @@ class SlowNetwork(FakeGroup):
                 failed = there_at > self.now
                 events.append(WorkerEnded(worker, "unplugged") if failed else CallEnded(worker, call, Ok()))
             else:
-                events.append(PartReceived(worker))
+                events.append(MessageReceived(worker, Moved()))
         return events
 
 

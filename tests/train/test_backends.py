@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.ranks import SingleWorkerBackend, assign_ranks
+from raysgd.core.protocols import SingleWorkerBackend
+from raysgd.core.ranks import assign_ranks
 from raysgd.errors import ConfigError
 from raysgd.torch.devices import see_gpus
 from raysgd.train import Backend, BackendConfig, HorovodConfig, TensorflowConfig, TorchConfig

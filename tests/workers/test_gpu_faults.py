@@ -11,8 +11,8 @@ from raysgd.core.control import Control
 from raysgd.core.gpu_failures import GpuFailures
 from raysgd.core.outcomes import Failed, GpuFault, Ok, Outcome, WorkerFailed
 from raysgd.core.progress import Progress
-from raysgd.core.protocols import Call
-from raysgd.core.ranks import RankInfo, SingleWorkerBackend
+from raysgd.core.protocols import Call, SingleWorkerBackend
+from raysgd.core.ranks import RankInfo
 from raysgd.engine.failure import MEMORY_HINT, raise_user_error
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.workers import gpu_faults

@@ -8,8 +8,8 @@ import pytest
 from raysgd.core.control import Control
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.progress import Progress
-from raysgd.core.protocols import Call
-from raysgd.core.ranks import RankInfo, SingleWorkerBackend
+from raysgd.core.protocols import Call, SingleWorkerBackend
+from raysgd.core.ranks import RankInfo
 from raysgd.workers.calls import with_value
 from raysgd.workers.replica_host import ReplicaHost
 

@@ -20,7 +20,7 @@ from raysgd import ElasticConfig
 from raysgd.config import WorkerResources
 from raysgd.core.policy import Observation
 from raysgd.core.progress import Progress
-from raysgd.core.ranks import SingleWorkerBackend
+from raysgd.core.protocols import SingleWorkerBackend
 from raysgd.engine.recovery import RecoveryLog, RecoveryLoop, _Case
 from raysgd.workers.events import Event, WorkerStarted
 from raysgd.workers.foreign import DeathFilter, hide_deaths_of
