@@ -58,21 +58,13 @@ def is_in_collective(stack: Sequence[str], *, of_all: bool = False) -> bool:
     """Whether a stack ("path:line function", innermost first) is in a collective call; `of_all`, in
     one that all ranks must make."""
     for frame in stack:
-        path, function = _path_and_function(frame)
-        if _is_collective(path, function):
+        place, _, function = frame.rpartition(" ")
+        path = place.rpartition(":")[0]
+        if any(path.endswith(end) and name in ("", function) for end, name in COLLECTIVE_FRAMES):
             return not (of_all and function in BETWEEN_TWO)
         if not any(framework in path for framework in FRAMEWORKS):
             return False
     return False
-
-
-def _path_and_function(frame: str) -> tuple[str, str]:
-    place, _, function = frame.rpartition(" ")
-    return place.rpartition(":")[0], function
-
-
-def _is_collective(path: str, function: str) -> bool:
-    return any(path.endswith(end) and name in ("", function) for end, name in COLLECTIVE_FRAMES)
 
 
 def is_user_frame(frame: str) -> bool:

@@ -77,7 +77,6 @@ class Observation:
                     "broken": workers, the network or a data loader failed. "paused": all ranks
                     stopped because they were asked to. "out_of_step": the ranks did not make the
                     same collective calls, an error in the user's code
-    failed_workers  the workers that failed, in rank order
     culprit         the worker whose code raised the error, or whose data loader failed
     leaving         the workers that leave in a planned change
     hung_at         where code hung on a failed worker, as in its outcome
@@ -86,7 +85,6 @@ class Observation:
     """
 
     kind: Literal["done", "user_error", "broken", "paused", "out_of_step"]
-    failed_workers: tuple[str, ...] = ()
     culprit: str | None = None
     leaving: tuple[str, ...] = ()
     reason: str = ""
@@ -103,24 +101,16 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
     pause. Ranks that were interrupted although no worker failed and the driver did not ask for it
     mean a network fault, unless one of them names another reason.
     """
-    failed_workers = tuple(worker for worker, outcome in outcomes.items() if isinstance(outcome, WorkerFailed))
     failed = [worker for worker, outcome in outcomes.items() if isinstance(outcome, Failed)]
     if failed:
-        return Observation("user_error", failed_workers=failed_workers, culprit=failed[0])
+        return Observation("user_error", culprit=failed[0])
     difference = different_calls(outcomes)
     if difference:
-        return Observation("out_of_step", failed_workers=failed_workers, reason=OUT_OF_STEP, detail=difference)
-    if failed_workers:
-        first = outcomes[failed_workers[0]]
-        assert isinstance(first, WorkerFailed)
-        hung = [o.hung_at for o in outcomes.values() if isinstance(o, WorkerFailed) and o.hung_at is not None]
-        return Observation(
-            "broken",
-            failed_workers=failed_workers,
-            reason=first.reason,
-            detail=first.cause,
-            hung_at=hung[0] if hung else None,
-        )
+        return Observation("out_of_step", reason=OUT_OF_STEP, detail=difference)
+    failures = [outcome for outcome in outcomes.values() if isinstance(outcome, WorkerFailed)]
+    if failures:
+        hung_at = next((each.hung_at for each in failures if each.hung_at is not None), None)
+        return Observation("broken", reason=failures[0].reason, detail=failures[0].cause, hung_at=hung_at)
     interrupted = {worker: outcome for worker, outcome in outcomes.items() if isinstance(outcome, Interrupted)}
     for worker, outcome in interrupted.items():
         if outcome.reason:

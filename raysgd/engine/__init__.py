@@ -11,7 +11,8 @@ Each object owns its own state, and the others call its methods. From the top do
     watchdog.py      finding the rank that blocks the others, and collective calls that others do not make
     generation.py    forming a generation: leave, agree on the state, rendezvous, set up
     worker_table.py  what the driver knows about each worker, and calls that they have not answered
-    comparison.py    when the ranks' weights are compared, and what follows from a difference
+    takeover.py      the workers that an earlier driver has left
+    rank_comparison.py  when the ranks' weights are compared, and what follows from a difference
     failure.py       the errors that end a call
     call_lock.py     only one thread at a time calls the engine
 """

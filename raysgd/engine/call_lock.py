@@ -24,15 +24,11 @@ class CallLock:
         """A context for the duration of `call`."""
         return Claim(self._held, call)
 
-    def held_elsewhere(self) -> Claim | None:
-        """The claim that another thread holds now, if there is one."""
+    def held(self, *, here: bool) -> Claim | None:
+        """The claim of another thread, if there is one; or this thread's, in which a callback or a
+        signal handler is running then."""
         held = self._held.get("call")
-        return None if held is None or held.thread == threading.get_ident() else held
-
-    def held_here(self) -> Claim | None:
-        """This thread's claim, if it has one: a callback or a signal handler is running."""
-        held = self._held.get("call")
-        return held if held is not None and held.thread == threading.get_ident() else None
+        return held if held is not None and (held.thread == threading.get_ident()) == here else None
 
 
 @dataclass(eq=False)

@@ -171,7 +171,7 @@ class Engine:
     def _check_not_held(self) -> None:
         """Raise an error at once if idle engines of this process hold what the first workers need.
         Their hot spares are given up for it."""
-        idle = [each for each in self.living if each.active and each._call_lock.held_elsewhere() is None]
+        idle = [each for each in self.living if each.active and each._call_lock.held(here=False) is None]
         others = {each: each.world_size for each in idle if each.group.elastic and each.world_size}
         if not others or not self.group.elastic:
             return
@@ -215,7 +215,7 @@ class Engine:
                 self._end_group()
                 raise
 
-        if (claim := self._call_lock.held_here()) is not None:
+        if (claim := self._call_lock.held(here=True)) is not None:
             unfinished = NotActiveError(
                 f"a callback or a signal handler shut the trainer down while {claim.describe()}"
             )
@@ -245,17 +245,17 @@ class Engine:
 
     def _end_call_elsewhere(self) -> NotActiveError | None:
         """End a call of another thread. Return its error if user code here still holds it up."""
-        claim = self._call_lock.held_elsewhere()
+        claim = self._call_lock.held(here=False)
         if claim is None:
             return None
         thread = threading.current_thread().name
         error = NotActiveError(f"the trainer was shut down in thread {thread!r} while {claim.describe()}")
         self.cancel(error)
         deadline = time.monotonic() + RELEASE_S
-        while self._call_lock.held_elsewhere() is not None and time.monotonic() < deadline:
+        while self._call_lock.held(here=False) is not None and time.monotonic() < deadline:
             time.sleep(RELEASE_LOOK_S)
         self.cancel(None)
-        return None if self._call_lock.held_elsewhere() is None else error
+        return None if self._call_lock.held(here=False) is None else error
 
     def claim(self, call: str) -> Claim:
         """A context in which only this thread calls the engine, for several jobs."""
@@ -640,10 +640,21 @@ class Engine:
         ranks = [info.rank or 0 for info in failed if info.in_group]
         for info in failed:
             self._table.dismiss(info.worker)
-        seconds = self._table.clock() - since
-        self._log.record(
-            seen, at, ranks=ranks, before=before, after=before - len(ranks), seconds=seconds, continues=False
+        recovery = Recovery(
+            seen.reason,
+            tuple(sorted(ranks)),
+            before,
+            before - len(ranks),
+            in_place=True,
+            batches_redone=0,
+            seconds=round(self._table.clock() - since, 4),
+            epoch=at.epoch,
+            batch=at.batches,
+            detail=seen.detail,
+            time=time.time(),
+            step=at.step,
         )
+        self._log.record(recovery, continues=False)
         raise out_of_step_error(seen.detail, at)
 
 

@@ -58,13 +58,17 @@ class Generation:
         self.number = table.group.term * GENERATIONS
         self.up = False  # whether the ranks can run collectives, as far as the driver knows
         self._has_formed = self._differ = False
-        self._seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # of the phases of a recovery, so far
         self._failures: dict[str, Interrupted | WorkerFailed] = {}  # of the newest attempt
 
     def take_seconds(self) -> dict[str, float]:
-        """How long the workers took to answer in each phase since the last call of this."""
-        taken, self._seconds = self._seconds, {}
+        """How long each phase took since the last call of this."""
+        taken, self.seconds = self.seconds, {}
         return taken
+
+    def note_seconds(self, phase: str, seconds: float) -> None:
+        """Note how long a part of a phase took."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def end(self, *, differ: bool = False) -> None:
         """Note that the group has ended: the next call needs a new generation. In it, all take the
@@ -366,11 +370,10 @@ class Generation:
         phase: str = "state",
     ) -> dict[str, Outcome]:
         table, number, began = self._table, self.number, self._table.clock()
-        phase = PHASE_OF.get(verb, phase)
         try:
             return ask(table, workers, verb, arguments, limit_s=limit_s, generation=number, on_trouble=on_trouble)
         finally:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + table.clock() - began
+            self.note_seconds(PHASE_OF.get(verb, phase), table.clock() - began)
 
     def _all_ok(self, outcomes: dict[str, Outcome]) -> bool:
         """Whether all outcomes are Ok. Raise the error of user code."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import NoReturn
 
 from raysgd.config import ElasticConfig
@@ -46,43 +45,15 @@ class RecoveryLog:
         """How many failures there were after the first `count` recoveries."""
         return sum(recovery.reason not in policy.PLANNED for recovery in self.recoveries[count:])
 
-    def record(
-        self,
-        seen: policy.Observation,
-        at: Progress,
-        *,
-        ranks: Collection[int],
-        before: int,
-        after: int,
-        seconds: float,
-        redone: int = 0,
-        revived: Snapshot | None = None,
-        phases: Mapping[str, float] = MappingProxyType({}),
-        continues: bool = True,
-    ) -> None:
-        """Add a recovery to the list, and report it. Without `continues`, the call ends. `ranks`
-        have failed or left; what is `revived` is the state of new workers, unless training
-        continues in place; the others are the fields of a `Recovery`."""
-        measured = {name: round(phases.get(name, 0.0), 4) for name in policy.PHASES}
-        recovery = policy.Recovery(
-            seen.reason,
-            tuple(sorted(ranks)),
-            before,
-            after,
-            revived is None,
-            redone,
-            round(seconds, 4),
-            epoch=at.epoch,
-            batch=at.batches,
-            detail=seen.detail,
-            time=time.time(),
-            step=at.step,
-            phases={name: took for name, took in measured.items() if took > 0},
-        )
+    def record(self, recovery: policy.Recovery, *, revived: Snapshot | None = None, continues: bool = True) -> None:
+        """Add a recovery to the list, and report it. Without `continues`, the call ends. What is
+        `revived` is the state of new workers, unless training continues in place."""
         self.recoveries.append(recovery)
+        before, after = recovery.world_size_before, recovery.world_size_after
         if continues:
-            how = f" {_describe_start(revived)}," if _has_begun(at) else ""
-            how += f" {counted(redone, 'batch', 'batches')} redone," if at.epoch else ""
+            # Without a batch, or a commit of a training function, nothing could have been lost.
+            how = f" {_describe_start(revived)}," if recovery.epoch or recovery.step else ""
+            how += f" {counted(recovery.batches_redone, 'batch', 'batches')} redone," if recovery.epoch else ""
             logger.warning(
                 "%s: %straining continues with %s (%d before),%s after %.2f s",
                 recovery.reason,
@@ -107,11 +78,6 @@ def _change(recovery: policy.Recovery) -> str:
         new = recovery.world_size_after - recovery.world_size_before
         return f"{counted(new, 'new worker') if new > 0 else 'no new worker'} joined, "
     return f"{recovery.detail}; " if recovery.reason == BATCH else ""
-
-
-def _has_begun(at: Progress) -> bool:
-    """Whether there is a batch, or a commit of a training function, that could have been lost."""
-    return bool(at.epoch or at.step)
 
 
 def _describe_start(revived: Snapshot | None) -> str:
@@ -155,8 +121,8 @@ class RecoveryLoop:
         if seen.culprit is not None:
             culprit = self._table[seen.culprit]
             seen = replace(seen, detail=f"rank {culprit.rank} on node {culprit.machine}: {seen.detail}")
-        case = _Case(seen, call, furthest, world, since, self._generation.take_seconds())
-        case.phases["stop"] = self._table.clock() - since - sum(case.phases.values()) + case.phases.get("stop", 0.0)
+        case = _Case(seen, call, furthest, world, since)
+        self._generation.note_seconds("stop", self._table.clock() - since - sum(self._generation.seconds.values()))
         self._generation.end()
         self._replacements.forget_failures()
         while not self._generation.up:
@@ -181,7 +147,7 @@ class RecoveryLoop:
                 case.waits += self._replacements.starting == 0
                 began = self._table.clock()
                 self._wait(decision.seconds, now, case)
-                case.phases["wait"] = case.phases.get("wait", 0.0) + self._table.clock() - began
+                self._generation.note_seconds("wait", self._table.clock() - began)
         self._note(case)
         return case.revived
 
@@ -401,20 +367,24 @@ class RecoveryLoop:
                 return
 
     def _note(self, case: _Case, *, continues: bool = True) -> None:
-        base = case.furthest.step if case.revived is None else case.revived.progress.step
-        took = self._generation.take_seconds()
-        self._log.record(
-            case.seen,
-            case.furthest,
-            ranks=case.failed_ranks | case.left_ranks,
-            before=case.world,
-            after=len(self._table.members()),
-            seconds=self._table.clock() - case.since,
-            redone=max(case.furthest.step - base, 0),
-            revived=case.revived,
-            phases={name: case.phases.get(name, 0.0) + took.get(name, 0.0) for name in policy.PHASES},
-            continues=continues,
+        at, took = case.furthest, self._generation.take_seconds()
+        measured = {name: round(took.get(name, 0.0), 4) for name in policy.PHASES}
+        recovery = policy.Recovery(
+            case.seen.reason,
+            tuple(sorted(case.failed_ranks | case.left_ranks)),
+            case.world,
+            len(self._table.members()),
+            case.revived is None,
+            max(at.step - (at if case.revived is None else case.revived.progress).step, 0),
+            round(self._table.clock() - case.since, 4),
+            epoch=at.epoch,
+            batch=at.batches,
+            detail=case.seen.detail,
+            time=time.time(),
+            step=at.step,
+            phases={name: seconds for name, seconds in measured.items() if seconds > 0},
         )
+        self._log.record(recovery, revived=case.revived, continues=continues)
 
     def _give_up(self, why: str, case: _Case) -> NoReturn:
         self._note(case, continues=False)
@@ -433,7 +403,6 @@ class _Case:
     furthest: Progress
     world: int
     since: float
-    phases: dict[str, float] = field(default_factory=dict)  # so far, without what the generation measures now
     failed_ranks: set[int] = field(default_factory=set)
     failed_on: set[str] = field(default_factory=set)  # their machines
     left_ranks: set[int] = field(default_factory=set)

@@ -15,7 +15,7 @@ from raysgd.core import metrics, policy
 from raysgd.core.control import Control
 from raysgd.core.gpu_failures import GpuFailures
 from raysgd.core.messages import Interrupt, ProgressReport, ProposeBoundary
-from raysgd.core.policy import PLANNED, Observation
+from raysgd.core.policy import PLANNED, Observation, Recovery
 from raysgd.core.progress import Progress
 from raysgd.core.sampling_plan import RankPart, SamplingPlan
 from raysgd.core.snapshot import Snapshot, SnapshotStore
@@ -526,8 +526,8 @@ def forget_the_rest_of_a_call_that_has_ended(patch: Patch) -> None:
 def name_the_wrong_number_of_workers(patch: Patch) -> None:
     original = RecoveryLog.record
 
-    def record(self: RecoveryLog, seen: Observation, at: Progress, *, after: int, **given: Any) -> None:
-        original(self, seen, at, after=after + 1, **given)
+    def record(self: RecoveryLog, recovery: Recovery, **given: Any) -> None:
+        original(self, replace(recovery, world_size_after=recovery.world_size_after + 1), **given)
 
     patch.setattr(RecoveryLog, "record", record)
 

@@ -18,7 +18,7 @@ import pytest
 
 from raysgd import ElasticConfig
 from raysgd.config import WorkerResources
-from raysgd.core.policy import Observation
+from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
 from raysgd.core.protocols import SingleWorkerBackend
 from raysgd.engine.recovery import RecoveryLog, RecoveryLoop, _Case
@@ -210,5 +210,5 @@ def test_the_line_of_a_growth_in_which_no_worker_could_join(
 ) -> None:
     """Without a batch or a commit, nothing could be redone: a training function starts again."""
     log = RecoveryLog(lambda recovery: None)
-    log.record(Observation("broken", reason="growth"), at, ranks=(), before=2, after=2, seconds=20.2)
+    log.record(Recovery("growth", (), 2, 2, True, 0, 20.2, epoch=at.epoch, batch=at.batches, step=at.step))
     assert caplog.messages == [said]

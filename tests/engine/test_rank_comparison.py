@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from raysgd import ElasticConfig, TrainingOptions
-from raysgd.core.rank_comparison import difference
-from raysgd.engine.rank_comparison import Comparison
+from raysgd.engine.rank_comparison import Comparison, difference
 from raysgd.errors import ConfigError
 from raysgd.torch.rank_comparison import sums_of
 from tests.peek import parts_of
