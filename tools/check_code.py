@@ -1,13 +1,14 @@
 """Check how the code is built: `python tools/check_code.py`, a part of `make check`.
 
-A file imports only files of lower layers, and those of its own layer that the tables below allow (docs/structure.md); other
-packages are imported only in their homes, and their private names are used only in files named foreign.py. Functions are
-short. A cohesive class, or a file about one subject, may be as long as it needs to be.
+A file imports only files of lower layers, and those of its own layer that the tables below allow (docs/structure.md), and
+names no others as text. Other packages are imported only in their homes, and their private names are used only in files
+named foreign.py. Functions are short. A cohesive class, or a file about one subject, may be as long as it needs to be.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -41,7 +42,7 @@ SHARED = {"errors", "config", "environment", "constants", "version"}
 SIBLINGS = {
     "callbacks": {"storage"},
     "data": {"ray_data"},
-    "train": {"torch", "tf", "training"},
+    "train": {"horovod", "tf", "torch", "training"},
     "data/sample_seeds": {"training"},
     "torch": {"data/sample_seeds", "training"},
     "tf": {"training"},
@@ -80,6 +81,20 @@ SIBLINGS = {
         "training/named",
         "training/saves",
     },
+}
+
+# Files that name one as text which they must not import, to load it when it is used, and why.
+UPWARD = {
+    ("__init__", "compat/import_paths"): "finds the modules of older libraries when a script imports them",
+    ("core/lazy", "compat/refused"): "knows the home of the names that raise an error",
+    ("core/offers", "horovod/strategy"): "TorchTrainer(backend='horovod'): Horovod's strategy uses those of torch",
+    ("core/offers", "torch/creators"): "TrainingOperator.from_creators makes a subclass",
+    ("core/offers", "torch/lightning/operator"): "TrainingOperator.from_ptl makes a subclass",
+    ("core/offers", "tune/trials"): "TorchTrainer.as_trainable makes a trial of Tune",
+    ("train/checkpoint", "compat/without_effect"): "has an older name",
+    ("train/trainer", "compat/without_effect"): "has an older name",
+    ("train/trainer", "train/fit/trainer"): "has an older name",
+    ("training/operator_base", "torch/operator"): "asks whether a method is a default one of raysgd",
 }
 
 # Where each package of other projects may be imported.
@@ -139,6 +154,15 @@ def imports_of(path: Path, *, types: bool = False) -> tuple[set[str], set[str]]:
     return inside - {name_of(path)}, {module.split(".")[0] for module in found} - {"raysgd"}
 
 
+def named_in(path: Path) -> set[str]:
+    """Return the names of the library's files that a file has as text: "raysgd.torch.creators", or "...:name"."""
+    texts = {
+        node.value for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Constant)
+    }
+    found = {re.fullmatch(r"(raysgd(?:\.\w+)+)(?::\w+)?", text) for text in texts if isinstance(text, str)}
+    return {target(each[1]) for each in found if each is not None} & NAMES - {name_of(path)}
+
+
 def entry_of(name: str) -> str:
     """Return the longest entry of the table that matches this file."""
     return max((unit for unit in LAYER_OF if name == unit or name.startswith(unit + "/")), key=len, default="")
@@ -156,6 +180,13 @@ def wrong_imports(path: Path) -> Iterator[str]:
     layer = LAYER_OF[entry_of(name)]
     inside, outside = imports_of(path)
     yield from (f"layer {layer} must not import {other}" for other in inside if not may_import(name, other))
+    named = {other: LAYER_OF[entry_of(other)] for other in named_in(path)}
+    upward = {other for other in named if named[other] > layer or (layer < "5" and not may_import(name, other))}
+    allowed = {imported for importer, imported in UPWARD if importer == name}
+    yield from (
+        f"layer {layer} must not name {other}; or add it to UPWARD, with a reason" for other in upward - allowed
+    )
+    yield from (f"it does not name {other} any more: remove it from UPWARD" for other in allowed - upward)
     for package in outside & HOMES.keys():
         if not any(f"{name}/".startswith(f"{home}/") for home in HOMES[package]):
             yield f"only {sorted(HOMES[package])} may import {package}"

@@ -2,7 +2,7 @@
 
     offers.operator_from_lightning(module_class, train_loader, validation_loader)
 
-The home of a name is loaded when it is used. Backends of other packages: `train/backends.py`.
+The home of a name is loaded when it is used. tools/check_code.py has a reason for each.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from typing import Any
 from raysgd.core.lazy import load
 
 HOMES = {
-    "HorovodFunctionBackend": "raysgd.horovod.backend",
-    "check_horovod": "raysgd.horovod.arguments:check_installed",
     "horovod_strategy": "raysgd.horovod.strategy",
     "operator_from_creators": "raysgd.torch.creators",
     "operator_from_lightning": "raysgd.torch.lightning.operator",

@@ -16,7 +16,6 @@ from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from raysgd.config import above_0, one_of
-from raysgd.core import offers
 from raysgd.core.protocols import SingleWorkerBackend
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
@@ -205,12 +204,16 @@ class HorovodConfig(BackendConfig):
         return HorovodHooks
 
     def check(self) -> None:
-        offers.check_horovod()
+        from raysgd.horovod.arguments import check_installed
+
+        check_installed()
 
     def make_backend(self, *, host: str, gpus: float, join_s: float, collective_s: float) -> Any:
+        from raysgd.horovod.backend import HorovodFunctionBackend
+
         interface = next(iter(self.nics), None) if self.nics else None
         wait_s = min(float(self.timeout_s), collective_s)
-        return offers.HorovodFunctionBackend(host=host, wait_s=wait_s, interface=interface, use_gpu=gpus > 0)
+        return HorovodFunctionBackend(host=host, wait_s=wait_s, interface=interface, use_gpu=gpus > 0)
 
 
 CONFIGS: dict[str, type[BackendConfig]] = {

@@ -8,7 +8,6 @@ import pickle
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any, NamedTuple
 
 from raysgd.core.tree import leaves, mapped
@@ -109,7 +108,9 @@ class ElasticState:
             self._keep(self._copy_state(), new=0)
         self._watch: Any = None
         if "torch" in sys.modules and not isinstance(session, OutsideSession):
-            self._watch = import_module("raysgd.train.loaders").Watch(session, self._parts)
+            from raysgd.train.loaders import Watch
+
+            self._watch = Watch(session, self._parts)
 
     def __getitem__(self, name: str) -> Any:
         self._unread = []

@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from types import FrameType
 from typing import Any
 
@@ -113,7 +112,9 @@ def convert_result(result: Any) -> Any:
         if all(map(operator.is_, items, result)):
             return result
         return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
-    return import_module("raysgd.train.torch_function").to_cpu(result)
+    from raysgd.train.torch_function import to_cpu
+
+    return to_cpu(result)
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,9 @@ class FunctionReplica:
         """Call the function. Only meanwhile, and only once, may `_on_signal` stop it."""
         restore_modes = torch_modes()
         if "accelerate" in sys.modules:  # it would keep the ranks of the attempt before
-            import_module("raysgd.torch.foreign").reset_accelerate()
+            from raysgd.torch.foreign import reset_accelerate
+
+            reset_accelerate()
         self._stoppable = True
         try:
             if self._control.interrupted:
@@ -209,7 +212,9 @@ class FunctionReplica:
             self._stoppable = False
             restore_modes()
             if any(_is_data_loaders(frame) for frame, _ in traceback.walk_tb(error.__traceback__)):
-                import_module("raysgd.torch.data.loading").end_iterators_of(error)
+                from raysgd.torch.data.loading import end_iterators_of
+
+                end_iterators_of(error)
             if isinstance(error, ValueError) and is_keras_3_under_a_strategy(error):
                 raise ConfigError(KERAS_3) from error
             raise
@@ -276,11 +281,13 @@ class FunctionReplica:
         return self._codec.dumps((self._run_number, self._commit.kept))
 
     def share_state(self, giver: int, *, takes: bool, is_new: bool) -> None:
-        data = import_module("raysgd.train.torch_function").share_bytes(self.state, giver, self._control)
+        from raysgd.train.torch_function import share_bytes
+
+        data = share_bytes(self.state, giver, self._control)
         if takes:
             self.load(data)
 
-    def load(self, data: bytes) -> None:
+    def load(self, data: bytes | bytearray) -> None:
         self._run_number, self._commit.kept = pickle.loads(data)
 
     def close(self) -> None:
