@@ -4,6 +4,9 @@
 NUM_SAMPLES = "num_samples"
 BATCH_COUNT = "batch_count"
 
+# What becomes of a batch (`trainer.batch_mode`): divided into parts, divided by the framework, or one on each worker.
+PARTS, GLOBAL, PER_WORKER = "parts", "global", "per_worker"
+
 # Attribute of a metric: its weight. The loss of the default methods has it, and stays a tensor for code that reads it.
 WEIGHT = "_raysgd_weight"
 

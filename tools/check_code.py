@@ -99,7 +99,7 @@ UPWARD = {
 
 # Where each package of other projects may be imported.
 HOMES = {
-    "ray": {"workers", "ray_data", "train/trials", "tune", "compat"},
+    "ray": {"workers", "ray_data", "train/trials", "tune", "compat", "cli/doctor"},
     "torch": {"torch", "horovod", "train", "operators", "data/sample_seeds", "compat/torch_functions", "demo"},
     "tensorflow": {"tf", "horovod", "train", "operators"},
     "keras": {"tf", "operators"},

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,13 @@ from packaging.requirements import Requirement
 
 from raysgd.cli.printing import Finding, show
 from raysgd.core.network import own_address
-from raysgd.errors import RaysgdError, counted
+from raysgd.environment import GLOO_INTERFACE
+from raysgd.errors import RaysgdError, counted, described
 from raysgd.torch.interfaces import interface_towards
 from raysgd.version import page
-from raysgd.workers.cluster import ask_nodes, driver_address, join_running, start_on_nodes
+from raysgd.workers.cluster import driver_address, join_running
 from raysgd.workers.keeper import trainers
+from raysgd.workers.ray_control_service import ask
 
 # Each is imported in a process of its own, because an import can end its process. It prints how many GPUs it sees.
 IMPORTS = {
@@ -35,7 +37,6 @@ IMPORTS = {
     "horovod": "import horovod.torch; print(0)",
 }
 COMPARED = ("raysgd", "ray", *IMPORTS)
-INTERFACE = "GLOO_SOCKET_IFNAME"
 ANSWER_S, CONNECT_S, SEEN_S = 180.0, 5.0, 5.0
 FEWEST_FILES, LEAST_SHARED = 4096, 1 << 28
 Facts = Mapping[str, Any]
@@ -47,7 +48,7 @@ def describe(driver: str) -> Facts:
     # What an interrupted installation has left has no name.
     installed = {each.name.lower(): each.version for each in metadata.distributions() if each.name}
     tried = {name: try_import(IMPORTS[name]) if name in installed else "0" for name in IMPORTS}
-    interface = os.environ.get(INTERFACE) or interface_towards(driver, variable=INTERFACE)
+    interface = os.environ.get(GLOO_INTERFACE) or interface_towards(driver, variable=GLOO_INTERFACE)
     addresses = [each.address for each in psutil.net_if_addrs().get(interface, ()) if each.family == socket.AF_INET]
     nvidia = subprocess.run("nvidia-smi -L", shell=True, capture_output=True, text=True, check=False)
     try:
@@ -64,7 +65,7 @@ def describe(driver: str) -> Facts:
         "name_at": name_at,  # the addresses to which the name resolves
         "address": addresses[0] if addresses else f"no address of {interface}",  # at which gloo listens
         "interface": interface,
-        "chosen": bool(os.environ.get(INTERFACE)),
+        "chosen": bool(os.environ.get(GLOO_INTERFACE)),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1] % (1 << 63),  # -1: unlimited
         "shared_free": shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else LEAST_SHARED,
     }
@@ -96,6 +97,40 @@ def see(path: Path) -> None:
     while not path.exists() and time.monotonic() < until:
         time.sleep(0.1)
     path.stat()
+
+
+class Runner:
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
+
+
+def start_on_nodes() -> dict[str, Any]:
+    """Start an actor, which reserves no CPU, on each node that is alive; the keys are addresses."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    found: dict[str, Any] = {}
+    for node in ask(ray.nodes):
+        if node["Alive"]:
+            name, place = node["NodeManagerAddress"], NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            actor: Any = ray.remote(Runner).options(num_cpus=0, scheduling_strategy=place)
+            found[name if name not in found else f"{name} ({node['NodeID'][:6]})"] = actor.remote()
+    return dict(sorted(found.items()))  # Ray lists them in another order each time
+
+
+def ask_nodes(
+    nodes: Mapping[str, Any], limit_s: float, function: Callable[..., Any], *arguments: Any
+) -> dict[str, Any]:
+    """Call a function on these nodes at once (None: this process). Return its values, or errors."""
+    import ray
+
+    found: dict[str, Any] = {name: actor and actor.run.remote(function, *arguments) for name, actor in nodes.items()}
+    for name, answer in found.items():
+        try:
+            found[name] = ray.get(answer, timeout=limit_s) if answer is not None else function(*arguments)
+        except Exception as error:  # the caller judges it; Ray wraps what a function raises
+            found[name] = RuntimeError(described(getattr(error, "cause", error)))
+    return found
 
 
 def judge(machines: Mapping[str, Facts], requirements: Sequence[str]) -> Iterator[Finding]:
@@ -189,7 +224,7 @@ def try_ports(machines: Mapping[str, Facts], nodes: Mapping[str, Any]) -> Iterat
         failed = {source: error for source, error in errors.items() if error}
         todo = f"Let the firewall pass all TCP ports between the nodes ({page('security')})"
         if machine["chosen"]:
-            todo = f"{INTERFACE} is {machine['interface']} there: name the interface of the nodes' network, or unset it"
+            todo = f"{GLOO_INTERFACE} is {machine['interface']} there: name the interface of the nodes' network, or unset it"
         elif target in failed:
             todo = "Correct the routes or the firewall of that node, which cannot reach its own address"
         if failed:

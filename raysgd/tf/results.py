@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raysgd.core.batch_mode import GLOBAL, PER_WORKER
+from raysgd.constants import GLOBAL, PER_WORKER
 from raysgd.core.metrics import Measured
 from raysgd.tf.channel import Channel
 from raysgd.tf.data import OwnSource

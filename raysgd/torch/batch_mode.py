@@ -11,15 +11,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from raysgd.core.batch_mode import (
+from raysgd.constants import PARTS, PER_WORKER
+from raysgd.core.outcomes import TrainAgain
+from raysgd.core.ranks import RankInfo
+from raysgd.core.sampling_plan import Division
+from raysgd.errors import ConfigError
+from raysgd.torch.contract import (
     CHANGED,
     CHANGED_AFTER,
     DIRECT,
     NOT_DIVIDED,
     OWN_ITERATION,
     OWN_LOOP,
-    PARTS,
-    PER_WORKER,
     SCHEDULED,
     TOGETHER,
     Calls,
@@ -29,10 +32,6 @@ from raysgd.core.batch_mode import (
     notice,
     refused,
 )
-from raysgd.core.outcomes import TrainAgain
-from raysgd.core.ranks import RankInfo
-from raysgd.core.sampling_plan import Division
-from raysgd.errors import ConfigError
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import content_version, is_compiled, run_after_backward, steps_of
 from raysgd.torch.parts import Parts

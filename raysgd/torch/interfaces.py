@@ -6,10 +6,11 @@ import os
 
 from raysgd.core.network import address_towards
 from raysgd.core.ranks import RankInfo
+from raysgd.environment import GLOO_INTERFACE, NCCL_INTERFACE
 
 # What gloo and NCCL read when they form a group, and what marks an exact name. Without them, gloo takes the address to which
 # the machine's own name resolves: a loopback address, one that another machine has too (docker's bridge), or none.
-VARIABLES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
+VARIABLES = {GLOO_INTERFACE: "", NCCL_INTERFACE: "="}
 
 
 def choose_interface(rank_info: RankInfo, host: str) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysgd.core.batch_mode import PER_WORKER
+from raysgd.constants import PER_WORKER
 from raysgd.core.control import Control
 from raysgd.core.ranks import RankInfo
-from raysgd.core.rows import OTHER
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage.seen import SeenFile
 from raysgd.torch import sharing
@@ -36,6 +35,7 @@ from raysgd.training.feed import Source
 from raysgd.training.internals import internals_of
 from raysgd.training.phases import CALLS
 from raysgd.training.replica_base import ReplicaBase
+from raysgd.training.rows import OTHER
 from raysgd.training.seeding import seed_python_and_numpy
 from raysgd.training.snapshots import Copied
 

@@ -9,13 +9,13 @@ from typing import Any
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, PolynomialLR
 
 from raysgd.constants import (
+    PER_WORKER,
     SCHEDULER_STEP_BATCH,
     SCHEDULER_STEP_EPOCH,
     SCHEDULER_STEP_MANUAL,
     SCHEDULER_STEP_STEP,
     STEPPED_BY_TRAINER,
 )
-from raysgd.core.batch_mode import PER_WORKER
 from raysgd.core.sampling_plan import optimizer_steps
 from raysgd.errors import ConfigError, counted
 from raysgd.torch.foreign import milestones_of, nested_schedulers, steps_of

@@ -20,13 +20,13 @@ from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core import metrics
 from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
-from raysgd.core.rows import RowsCheck
 from raysgd.core.speed import SpeedWatch
 from raysgd.engine.call import Job, PartialResults
 from raysgd.engine.engine import Engine
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.errors import check_arguments, counted
 from raysgd.training.place import Made, Place, storable
+from raysgd.training.rows import RowsCheck
 from raysgd.training.seeding import DrawnAnew
 from raysgd.workers.tracebacks import fold_frames
 

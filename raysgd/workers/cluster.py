@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from raysgd.config import WorkerResources
-from raysgd.environment import FUNCTION_START_LIMIT, START_LIMIT
+from raysgd.environment import FUNCTION_START_LIMIT, GLOO_INTERFACE, NCCL_INTERFACE, START_LIMIT
 from raysgd.errors import ClusterError, ConfigError, ResourceError, described
 from raysgd.workers import foreign, lasting_cluster
 from raysgd.workers.fork_server import command_to_fork, start_fork_server
@@ -22,7 +22,6 @@ from raysgd.workers.ray_control_service import GcsQuery, ask, gcs_limit_s, requi
 from raysgd.workers.serialization import is_installed
 from raysgd.workers.worker_group import Room
 
-INTERFACES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 logger = logging.getLogger("raysgd")
 
 T = TypeVar("T")
@@ -299,7 +298,8 @@ def _find_running() -> str:
 def named_address() -> str | None:
     """Find this machine's address at the network interface that the user has chosen for gloo or
     NCCL, if there is one, and it leads to other machines."""
-    chosen = [os.environ.get(variable, "").split(",")[0].removeprefix("=") for variable in INTERFACES]
+    variables = GLOO_INTERFACE, NCCL_INTERFACE
+    chosen = [os.environ.get(variable, "").split(",")[0].removeprefix("=") for variable in variables]
     if not any(chosen):
         return None
     import psutil  # Ray brings it
@@ -435,40 +435,3 @@ def wait_for_room(resources: WorkerResources, room: int, ended: Sequence[Any]) -
             time.sleep(LOOK_S)
 
     get_within(ENDED_S + FREED_S, wait)
-
-
-# -- for `raysgd doctor` ----------------------------------------------------------------------------
-
-
-class Runner:
-    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return function(*arguments)
-
-
-def start_on_nodes() -> dict[str, Any]:
-    """Start an actor, which reserves no CPU, on each node that is alive; the keys are addresses."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    found: dict[str, Any] = {}
-    for node in ask(ray.nodes):
-        if node["Alive"]:
-            name, place = node["NodeManagerAddress"], NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            actor: Any = ray.remote(Runner).options(num_cpus=0, scheduling_strategy=place)
-            found[name if name not in found else f"{name} ({node['NodeID'][:6]})"] = actor.remote()
-    return dict(sorted(found.items()))  # Ray lists them in another order each time
-
-
-def ask_nodes(
-    nodes: Mapping[str, Any], limit_s: float, function: Callable[..., Any], *arguments: Any
-) -> dict[str, Any]:
-    """Call a function on these nodes at once (None: this process). Return its values, or errors."""
-    import ray
-
-    found: dict[str, Any] = {name: actor and actor.run.remote(function, *arguments) for name, actor in nodes.items()}
-    for name, answer in found.items():
-        try:
-            found[name] = ray.get(answer, timeout=limit_s) if answer is not None else function(*arguments)
-        except Exception as error:  # the caller judges it; Ray wraps what a function raises
-            found[name] = RuntimeError(described(getattr(error, "cause", error)))
-    return found

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from raysgd.environment import GLOO_INTERFACE, NCCL_INTERFACE
 from raysgd.workers import cluster
 
 
@@ -34,6 +35,6 @@ def test_the_address_of_the_interface_that_is_chosen(
         "fast": [addressed(socket.AF_INET6, "fe80::1"), addressed(socket.AF_INET, "10.0.0.5")],
     }
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: known)
-    for variable in cluster.INTERFACES:
+    for variable in (GLOO_INTERFACE, NCCL_INTERFACE):
         monkeypatch.setenv(variable, variables.get(variable, ""))
     assert cluster.named_address() == address

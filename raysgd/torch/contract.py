@@ -1,5 +1,5 @@
 """The contract of `train_batch`, by which a batch is divided into parts that any worker can
-compute: `ElasticConfig(batch="auto")`. Pure. Both.
+compute: `ElasticConfig(batch="auto")`. Pure. Worker.
 
 It is called once for each part. In each, it clears gradients, makes its backward passes, and then
 at most one step of each optimizer. What does not do that is "per_worker".
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 LAST = "last_part"  # an entry of `batch_info`
 DICT: Any = dict
-PARTS, GLOBAL, PER_WORKER = "parts", "global", "per_worker"
 
 
 class Violation(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.batch_mode import (
+from raysgd.torch.contract import (
     CLEARED_LATE,
     NOT_CLEARED,
     NOT_STEPPED,
