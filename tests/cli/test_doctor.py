@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from raysgd.cli import doctor
-from raysgd.cli.doctor import FEWEST_FILES, LEAST_SHARED, judge, try_folder, try_import, try_ports
+from raysgd.cli.doctor import FEWEST_FILES, LEAST_SHARED, Runner, judge, try_folder, try_import, try_ports
 from raysgd.cli.printing import Finding
-from raysgd.workers.cluster import Runner
 
 REQUIRED = metadata.requires("raysgd") or []
 # Without the packages whose imports take long, and with few open files.
