@@ -29,7 +29,7 @@ from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_er
 from raysgd.engine.watchdog import ask
 from raysgd.engine.worker_table import Stage, WorkerInfo, WorkerTable
 from raysgd.errors import WorkerStartError, counted
-from raysgd.workers.worker_group import TransferProtocol
+from raysgd.workers.transfer import AnyTransfer
 
 logger = logging.getLogger("raysgd")
 
@@ -275,7 +275,7 @@ class Generation:
             outcomes = self._move([worker], "state", transfer)
             return (transfer.data, outcomes[worker].progress) if self._all_ok(outcomes) else None
 
-    def _move(self, workers: Sequence[str], verb: str, transfer: TransferProtocol) -> dict[str, Outcome]:
+    def _move(self, workers: Sequence[str], verb: str, transfer: AnyTransfer) -> dict[str, Outcome]:
         arguments, limit_s = {"transfer": transfer.name}, self.limits.setup_s
         return self._ask(workers, verb, arguments, limit_s, on_trouble=transfer.close)
 

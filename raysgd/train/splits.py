@@ -8,7 +8,6 @@ from typing import Any
 
 from raysgd.ray_data.datasets import DataConfig, named_datasets, parse_data_config
 from raysgd.workers import cluster
-from raysgd.workers.dealers import warn_no_room_for_data
 from raysgd.workers.foreign import split_coordinator
 
 
@@ -27,7 +26,7 @@ class DatasetSplits:
         """Make the data sets of each rank by name. `nodes` are the nodes of the ranks."""
         self.close()
         if not self._warned and all(type(each).__name__ != "MaterializedDataset" for each in self._datasets.values()):
-            self._warned = warn_no_room_for_data(nodes, self._cpus, ", ".join(self._datasets))
+            self._warned = cluster.warn_no_room_for_data(nodes, self._cpus, ", ".join(self._datasets))
         shards = self._split(world_size, list(nodes))
         self._open = [each for rank in shards for each in rank.values()]
         return shards

@@ -29,7 +29,7 @@ from raysgd.storage import locations
 from raysgd.training import writing
 from raysgd.training.auto_checkpoint import WriterFailed
 from raysgd.training.writing import END_BYTES, DraftFile, Report
-from raysgd.workers.worker_group import TransferProtocol
+from raysgd.workers.transfer import AnyTransfer
 
 logger = logging.getLogger("raysgd")
 
@@ -150,11 +150,11 @@ class _Save:
     thread gives the draft its name, or drops it. `seen` says whether the user has seen the
     error."""
 
-    def __init__(self, draft: DraftOfSave, transfer: Callable[[], TransferProtocol], stall_s: float) -> None:
+    def __init__(self, draft: DraftOfSave, transfer: Callable[[], AnyTransfer], stall_s: float) -> None:
         self.draft, self._transfer, self._stall_s = draft, transfer, stall_s
         self.done: Future[None] = Future()
         self.seen = False
-        self._transfers: list[TransferProtocol] = []
+        self._transfers: list[AnyTransfer] = []
         self._claimed = threading.Lock()
         self._progress: Any = None
         self._moved_at = time.monotonic()

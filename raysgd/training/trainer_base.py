@@ -39,7 +39,7 @@ from raysgd.training.user_functions import apply, apply_operator
 from raysgd.training.within_call import Contents
 from raysgd.workers.inline_group import InlineGroup
 from raysgd.workers.serialization import pack
-from raysgd.workers.worker_group import TransferProtocol
+from raysgd.workers.transfer import AnyTransfer
 
 logger = logging.getLogger("raysgd")
 
@@ -62,7 +62,7 @@ class TrainerBase(ABC):
         self._saves, self._folder = Saves(engine), described.folder
         self._loads = self._make_loads(calls.drawn_anew)
         self._predictions = 0  # that this script has made
-        self._asked: TransferProtocol | None = None  # by workers, in the middle of a call
+        self._asked: AnyTransfer | None = None  # by workers, in the middle of a call
         self._loops = EpochLoops(
             described.folder,
             calls.history,

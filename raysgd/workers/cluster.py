@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 
 from raysgd.config import WorkerResources
 from raysgd.environment import FUNCTION_START_LIMIT, GLOO_INTERFACE, NCCL_INTERFACE, START_LIMIT
-from raysgd.errors import ClusterError, ConfigError, ResourceError, described
+from raysgd.errors import ClusterError, ConfigError, ResourceError, counted, described
 from raysgd.workers import foreign, lasting_cluster
 from raysgd.workers.fork_server import command_to_fork, start_fork_server
 from raysgd.workers.ray_control_service import GcsQuery, ask, gcs_limit_s, require_ray
@@ -435,3 +436,21 @@ def wait_for_room(resources: WorkerResources, room: int, ended: Sequence[Any]) -
             time.sleep(LOOK_S)
 
     get_within(ENDED_S + FREED_S, wait)
+
+
+def warn_no_room_for_data(nodes: Sequence[str], cpus_per_worker: float, names: str) -> bool:
+    """Warn if these workers leave no CPU for the tasks that read the data. Return whether."""
+    held = Counter(nodes)
+    total = {node: float(resources.get("CPU", 0)) for node, resources in alive_nodes().items()}
+    if not nodes or any(total[node] - cpus_per_worker * held[node] >= 1 for node in total):
+        return False
+    logger.warning(
+        "no CPU is left to read the data (%s): nearly all of the cluster's %g are held by %s with %g CPU each. Ray "
+        "Data's tasks wait until one is free, and training waits for them. Use fewer workers or smaller ones "
+        "(resources_per_worker={'CPU': 0.5}), add nodes, or start Ray with more logical CPUs: ray.init(num_cpus=...)",
+        names,
+        sum(total.values()),
+        counted(len(nodes), "worker"),
+        cpus_per_worker,
+    )
+    return True

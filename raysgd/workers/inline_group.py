@@ -54,7 +54,8 @@ class InlineGroup(WorkerGroupProtocol):
         return self._calls
 
     def transfer(self) -> InlineTransfer:
-        transfer = InlineTransfer(str(next(self._names)))
+        transfer = InlineTransfer()
+        transfer.name = str(next(self._names))
         self._transfers[transfer.name] = transfer
         return transfer
 

@@ -24,18 +24,18 @@ from raysgd.core.policy import OUT_OF_STEP, UNREACHABLE
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.environment import flag_from_environment
 from raysgd.errors import NotActiveError
+from raysgd.ray_data.dealer import Dealer
 from raysgd.ray_data.reader import DEALER, RemoteDealer, RowReader
 from raysgd.workers import cluster
 from raysgd.workers.actor import WorkerActor
 from raysgd.workers.calls import open_answer, pickle_in_parts
 from raysgd.workers.control_client import CANNOT_CONNECT
 from raysgd.workers.control_server import ControlServer
-from raysgd.workers.dealers import start_dealer, warn_no_room_for_data
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.foreign import draining_nodes, hide_deaths_of
 from raysgd.workers.keeper import Tenure
 from raysgd.workers.processes import LocalProcess, end_all
-from raysgd.workers.ray_control_service import GcsQuery, gcs_limit_s, require_ray
+from raysgd.workers.ray_control_service import GcsQuery, ask, gcs_limit_s, require_ray
 from raysgd.workers.serialization import dumps
 from raysgd.workers.transfer import Transfer
 from raysgd.workers.worker_group import Room, WorkerGroupProtocol
@@ -282,11 +282,17 @@ class RayGroup(WorkerGroupProtocol):
         return RowReader(RemoteDealer(name))
 
     def _start_dealer(self, name: str, packed: bytes) -> None:
-        """Start the process that reads a dataset for all workers, unless it is running."""
+        """Start the process that reads a dataset for all workers, unless it is running: one that
+        the driver owns, on its node and without a CPU, because readers use CPUs."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
         if name not in self._dealers:
             nodes = [handle.node for handle in self._handles.values() if handle.node and not handle.ended]
-            warn_no_room_for_data(nodes, self._resources.cpus, "a Ray Dataset")
-            self._dealers[name] = start_dealer(name, packed)
+            cluster.warn_no_room_for_data(nodes, self._resources.cpus, "a Ray Dataset")
+            here = NodeAffinitySchedulingStrategy(self._here, soft=False)
+            actor: Any = ray.remote(Dealer).options(name=name, num_cpus=0, scheduling_strategy=here)
+            self._dealers[name] = ask(lambda: actor.remote(packed))
 
     # -- control --------------------------------------------------------------------------------------
 
@@ -314,7 +320,7 @@ class RayGroup(WorkerGroupProtocol):
         self._end_actor(handle.actor)
 
     def _end(self, worker: str, handle: _Handle) -> None:
-        """End a worker that has failed, so that it cannot come back."""
+        """End a worker that is not needed, or has failed and must not come back."""
         self._check()
         self._end_transfers(handle)
         self.control.disconnect(worker)
@@ -332,10 +338,7 @@ class RayGroup(WorkerGroupProtocol):
         handle = self._handles.get(worker)
         if handle is None:
             return
-        self._check()
-        self._end_transfers(handle)
-        self.control.disconnect(worker)
-        self._end_actor(handle.actor)
+        self._end(worker, handle)
         self._leaving = [process for process in self._leaving if not process.ended]
         if handle.process is not None:
             self._leaving.append(handle.process)

@@ -22,22 +22,45 @@ if TYPE_CHECKING:
 STALL_S = 600.0  # for the other end to send or take anything: a machine may be suspended for a while
 
 
-class Transfer:
-    """One state on its way to the driver, which a worker gives, or from it, which was filled in.
-    Owns its memory there, and its connections, which `close` ends with a ConnectionError in workers
-    that wait. `moved` grows with each part that arrives. `given` gets the giving worker's report,
-    or a ConnectionError. `answer` is called, in threads of the connections, with what workers
-    ask."""
+class AnyTransfer:
+    """A state or a checkpoint on its way: a worker gives it to the driver (the verb "state"), or
+    workers take it from there ("load").
 
+    opened  whether a worker has begun to give or take it
+    moved   how much has arrived
+    data    the state, once the worker that gives it has ended its call
+    given   what the giving worker reports; a ConnectionError if the transfer ends first
+    answer  returns the answer to what a worker asks, in any thread
+    """
+
+    name: str
     answer: Callable[[Any], Any]
 
-    def __init__(self, server: ControlServer) -> None:
-        self._server, self._lock = server, threading.Lock()
+    def __init__(self) -> None:
+        self.opened, self.moved = False, 0
         self.data: Any = None
-        self.moved = 0
-        self.opened = self._closed = self._gets = False
-        self._connections: set[Connection] = set()
         self.given: Future[dict[str, Any] | None] = Future()
+
+    def fill(self, data: Any) -> None:
+        """Give a state that the driver has."""
+        self.data = data
+
+    def close(self, why: str = "the transfer has ended") -> None:
+        """End the transfer, and interrupt workers that wait in it."""
+        with contextlib.suppress(InvalidStateError):  # it was given
+            self.given.set_exception(ConnectionError(why))
+
+
+class Transfer(AnyTransfer):
+    """One whose worker is another process. Owns its memory on the driver, and its connections,
+    which `close` ends with a ConnectionError in workers that wait. `moved` grows with each part
+    that arrives. `answer` is called in threads of the connections."""
+
+    def __init__(self, server: ControlServer) -> None:
+        super().__init__()
+        self._server, self._lock = server, threading.Lock()
+        self._closed = self._gets = False
+        self._connections: set[Connection] = set()
         self.name = server.expect_transfer(self._serve)
 
     def fill(self, data: Any) -> None:
@@ -50,7 +73,7 @@ class Transfer:
             for connection in self._connections:
                 with contextlib.suppress(OSError):  # it has ended
                     connection.socket.shutdown(socket.SHUT_RDWR)
-        self._lost(why)
+        super().close(why)
 
     def _serve(self, connection: Connection, worker: str) -> None:
         note = self._server.make_note(worker)
@@ -71,15 +94,11 @@ class Transfer:
                 connection.socket.settimeout(STALL_S)
                 connection.stream(Answer(), [self.data], len(self.data), note)
         except OSError as error:
-            self._lost(str(error))
+            super().close(str(error))
             raise
         finally:
             with self._lock:
                 self._connections.discard(connection)
-
-    def _lost(self, why: str) -> None:
-        with contextlib.suppress(InvalidStateError):  # it was given
-            self.given.set_exception(ConnectionError(why))
 
     def _receive(self, connection: Connection, size: int, note: Callable[[], None]) -> None:
         """Receive the state."""
@@ -96,26 +115,14 @@ class Transfer:
         connection.send(Received())
 
 
-class InlineTransfer:
-    """A transfer of the worker in the driver's own process."""
-
-    answer: Callable[[Any], Any]
-
-    def __init__(self, name: str) -> None:
-        self.name, self.moved, self.data, self.opened = name, 0, b"", False
-        self.given: Future[dict[str, Any] | None] = Future()
-
-    def fill(self, data: Any) -> None:
-        self.data, self.moved = data, len(data)
+class InlineTransfer(AnyTransfer):
+    """One whose worker is the driver's own process."""
 
     def send(self, *data: Any, report: dict[str, Any] | None = None) -> None:
-        self.fill(b"".join(data))
+        self.data = b"".join(data)
+        self.moved = len(self.data)
         with contextlib.suppress(InvalidStateError):  # it was closed
             self.given.set_result(report)
-
-    def close(self) -> None:
-        with contextlib.suppress(InvalidStateError):  # it was given
-            self.given.set_exception(ConnectionError("the transfer has ended"))
 
 
 class Giving:

@@ -3,38 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from raysgd.core.messages import Message
 from raysgd.workers.events import Event
-
-
-class TransferProtocol(Protocol):
-    """A state or a checkpoint on its way: a worker gives it to the driver (the verb "state"), or
-    workers take it from there ("load"). `close` interrupts workers that wait in one of these
-    calls."""
-
-    name: str
-    opened: bool  # whether a worker has begun to give or take it
-    answer: Callable[[Any], Any]  # returns the answer to what a worker asks, in any thread
-    given: Future[dict[str, Any] | None]  # what the giving worker reports; a ConnectionError if it ends first
-
-    @property
-    def moved(self) -> int:
-        """How much has arrived."""
-
-    @property
-    def data(self) -> Any:
-        """The state, once the worker that gives it has ended its call."""
-
-    def fill(self, data: Any) -> None:
-        """Give a state that the driver has."""
-
-    def close(self) -> None:
-        """End the transfer."""
+from raysgd.workers.transfer import AnyTransfer
 
 
 @dataclass(frozen=True)
@@ -99,7 +74,7 @@ class WorkerGroupProtocol(Protocol):
     def dismiss(self, worker: str) -> None:
         """End a worker that is not needed, and free its resources. No event follows."""
 
-    def transfer(self) -> TransferProtocol:
+    def transfer(self) -> AnyTransfer:
         """Make a new transfer of a state."""
 
     def room(self) -> Room:

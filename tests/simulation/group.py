@@ -446,7 +446,7 @@ class Worker(Process):
 
 
 class SimTransfer:
-    """The protocol of `raysgd.workers.worker_group.TransferProtocol`."""
+    """The interface of `raysgd.workers.transfer.AnyTransfer`."""
 
     def __init__(self, name: str) -> None:
         self.name, self.closed, self.opened = name, False, False
