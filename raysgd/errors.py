@@ -148,12 +148,8 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 class RemoteTraceback(Exception):
     """Carries a worker's traceback to the driver, as the cause of the user's exception."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
     def __str__(self) -> str:
-        return f"\n{self.text}"
+        return f"\n{self.args[0]}"
 
 
 # Names of other libraries' arguments, and the words that people try first, with our name.

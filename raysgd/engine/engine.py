@@ -441,7 +441,8 @@ class Engine:
             goes_back = revived is not None and (revived.call != running.number or revived.progress.place < began.place)
             if goes_back:
                 self._run_again(running)
-                self._check_is_newest(job, began)
+                if job.needs_state and self.progress.order < began.order:
+                    raise older_state_error(job.call.name, began, self.progress)
             if job.again == "keep" and not goes_back and (kept := _collect_answers(outcomes)):
                 return [kept]
             parts = self._drop_repeated_work(parts, revived, running)
@@ -478,11 +479,6 @@ class Engine:
         if self.world_size < least:
             detail = f"{counted(self.world_size, 'worker is', 'workers are')} left, and training needs {least}"
             self._restore(Observation("broken", reason="restart", detail=detail), running)
-
-    def _check_is_newest(self, job: Job, began: Progress) -> None:
-        """Raise an error if new workers continue from an older state than the job began with."""
-        if job.needs_state and self.progress.order < began.order:
-            raise older_state_error(job.call.name, began, self.progress)
 
     def _count_hangs(self, seen: Observation, hung: list[Any]) -> Observation:
         """Count in `hung` how many times in a row code has hung at the same place of the call: in
@@ -560,7 +556,8 @@ class Engine:
     def _ready_call(self, *, max_failures: int, replaces: bool = False) -> RunningCall:
         """Make sure that the group is up before a call, also after failures of idle workers, and
         that its state is not undefined, unless the call replaces it."""
-        self._check_active()
+        if not self.active:
+            raise NotActiveError("this trainer was shut down: to continue, create a new one, and load what you saved")
         if not replaces:
             self._check_defined()
         call = RunningCall(self._calls, max_failures, len(self.recoveries), replaces)
@@ -585,10 +582,6 @@ class Engine:
                     "broken", reason="network", detail="the ranks cannot connect, although all are alive"
                 )
             self._restore(seen, call)
-
-    def _check_active(self) -> None:
-        if not self.active:
-            raise NotActiveError("this trainer was shut down: to continue, create a new one, and load what you saved")
 
     def _check_defined(self) -> None:
         if self.undefined:

@@ -12,7 +12,7 @@ import logging
 import pickle
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from raysgd.core.sampling_plan import SamplingPlan
@@ -40,9 +40,6 @@ class PartRequest:
     turn: tuple[int, int] = (0, 0)
     pad: bool = True
     floor: int = 0
-
-    def next(self, start: int, floor: int) -> PartRequest:
-        return replace(self, start=start, floor=floor)
 
 
 class BlockSlice(NamedTuple):

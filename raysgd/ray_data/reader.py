@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raysgd.core.messages import StartDealer
@@ -59,7 +59,7 @@ class RowReader:
         """Fetch batches. `begun` are the rows at which the last ones began."""
         while (dealt := self._take(request)) is not None:
             yield _columns(dealt), dealt.after, dealt.fresh
-            request = request.next(dealt.after, begun[0])
+            request = replace(request, start=dealt.after, floor=begun[0])
 
 
 def _next(ahead: ReadAhead[Batch], rank: int) -> Batch | None:

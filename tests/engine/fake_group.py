@@ -4,7 +4,6 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from raysgd.core.control import Control
@@ -14,7 +13,7 @@ from raysgd.core.progress import Progress
 from raysgd.core.protocols import SingleWorkerBackend
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
-from raysgd.workers.worker_group import Room
+from raysgd.workers.worker_group import Room, WorkerGroupProtocol
 
 __all__ = [
     "FakeGroup",
@@ -29,7 +28,7 @@ __all__ = [
 ]
 
 
-class FakeGroup:
+class FakeGroup(WorkerGroupProtocol):
     """Records what it is asked for, and reports the `events` that a test adds.
 
     free      how many more workers the cluster can hold
@@ -95,12 +94,6 @@ class FakeGroup:
 
     def room(self) -> Room:
         return Room(self.free, self.free + self.launched, needs={"CPU": (1, self.free)})
-
-    def draining(self) -> dict[str, float | None]:
-        return {}
-
-    def releasing(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def stop(self) -> None:
         """There is no process to end."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 
+from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.core.ranks import RankInfo
 from tests.simulation.world import Process, Wake, World
 
@@ -203,8 +204,8 @@ class Rendezvous:
             self.world.at(blocked_s, lambda wake=wake: wake("was closed by the driver"))
 
 
-class SimBackend:
-    """Implements `raysgd.core.protocols.ProcessGroupBackend`. The one on the driver plans, and the one in each worker
+class SimBackend(ProcessGroupBackend):
+    """The one on the driver plans, and the one in each worker
     joins."""
 
     needs_offers = True  # as TensorFlow's backend does, because a worker can then also fail while it makes an offer
@@ -269,9 +270,6 @@ class SimBackend:
         if self.group is not None:
             self.group.leave(self._member)
             self.group = None
-
-    def ensure_whole(self, *, unless_seen: bool = False) -> None:
-        """Its calls return when they are done, or raise an error."""
 
     def collectives(self) -> int:
         return -1 if self.group is None else self.group.begun(self._member)
