@@ -153,8 +153,7 @@ class Replacements:
             return
         if self._in_place:
             self._table.set_stage(info.worker, Stage.WARMING)
-            call = self._table.group.submit(info.worker, "warm", self._generation.warm_up_arguments())
-            self._table.expect(info.worker, call)
+            self._table.submit(info.worker, "warm", self._generation.warm_up_arguments())
         else:
             self._set_ready(info.worker)
 

@@ -23,8 +23,7 @@ class Ranks:
         group: Any = self
         self.table = WorkerTable(group)
         for worker in self.table.launch(len(steps)):
-            call = self.submit(worker, "run", {})
-            self.table.expect(worker, call)
+            call = self.table.submit(worker, "run", {})
             self._events.append(CallEnded(worker, call, Ok(progress=Progress(step=steps[int(worker)]))))
         self.table.pump(0.0)
 
