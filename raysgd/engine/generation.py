@@ -111,13 +111,10 @@ class Generation:
                 failed = [info for info in self._table.failed() if info.worker in workers]
                 self._failures = {info.worker: self._table.failure_of(info) for info in failed}
             causes = self.causes()
+            self._table.dismiss(*workers)
             if any(failure.reason == UNREACHABLE for failure in self._failures.values()):
-                for worker in workers:
-                    self._table.dismiss(worker)
                 raise WorkerStartError(causes)  # now, because a further attempt would wait as long
             logger.warning("workers failed during start-up (attempt %d of %d): %s", attempt, ATTEMPTS, causes)
-            for worker in workers:
-                self._table.dismiss(worker)
         if any(isinstance(failure, WorkerFailed) for failure in self._failures.values()):
             raise WorkerStartError(
                 f"workers failed {ATTEMPTS} times during start-up, before or in `setup` ({causes}). The usual causes are too "
@@ -138,8 +135,7 @@ class Generation:
         while missing := [worker for worker in workers if self._table[worker].stage < Stage.UP]:
             waited = self._table.clock() - started
             if waited > self.limits.start_s:
-                for worker in workers:
-                    self._table.dismiss(worker)
+                self._table.dismiss(*workers)
                 raise no_room_error(self._table.group, len(missing), target, self.limits.start_s, no_room=no_room)
             if no_room:
                 warned = warned or warn_no_room(self._table.group, len(missing), waited, self.limits.start_s)

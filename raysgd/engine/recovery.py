@@ -161,8 +161,7 @@ class RecoveryLoop:
                 case.tries += 1
                 return False
         case.left_ranks |= {self._table[worker].rank or 0 for worker in leaving}
-        for worker in leaving if self._in_place else ():  # otherwise all are replaced
-            self._table.dismiss(worker)
+        self._table.dismiss(*(leaving if self._in_place else ()))  # otherwise all are replaced
         return True
 
     def _rejoin(self, case: _Case, survivors: list[str]) -> None:
@@ -214,9 +213,7 @@ class RecoveryLoop:
             case.seen = replace(case.seen, kind="broken", detail=self._generation.causes())
         kept = joining if failed or first else self._only_holder(survivors, joining)
         self._replacements.take_back(kept)
-        for worker in joining:
-            if worker not in kept:
-                self._table.dismiss(worker)
+        self._table.dismiss(*(worker for worker in joining if worker not in kept))
 
     def _only_holder(self, survivors: list[str], joining: list[str]) -> list[str]:
         """Find the one of those that join which has a newer state than the survivors and the
@@ -284,8 +281,7 @@ class RecoveryLoop:
                 self._rescue_state(survivors, case.call)
             else:
                 self._generation.newest_snapshot(wait=True)  # its workers must not end while they are saving it
-            for worker in survivors:
-                self._table.dismiss(worker)
+            self._table.dismiss(*survivors)
             self._replace_all(len(survivors))
             survivors = []
         return survivors

@@ -227,8 +227,7 @@ class Replacements:
         self._dismiss(self._table.new_workers())
 
     def _dismiss(self, infos: Iterable[WorkerInfo]) -> None:
-        for info in infos:
-            self._table.dismiss(info.worker)
+        self._table.dismiss(*(info.worker for info in infos))
 
     def _drop(self, info: WorkerInfo, why: str) -> None:
         was = "was lost while it waited" if info.stage is Stage.READY else "did not start"

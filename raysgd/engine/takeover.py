@@ -37,8 +37,7 @@ def take_over(
     left = [] if trained is None else gather(table, generation, workers)
     found = table.progress_of(table.members())
     if not left or max(found.values(), key=lambda each: each.order).place < (reached or Progress()).place:
-        for worker in workers:
-            table.dismiss(worker)
+        table.dismiss(*workers)
         return None
     newest = max(progress.call for progress in found.values())
     if keeps_snapshots and generation.in_place and (best := newest_state(found)):
@@ -79,9 +78,7 @@ def gather(table: WorkerTable, generation: Generation, workers: Sequence[str]) -
     newest = max((left.rank_info.generation for left in found.values()), default=0)
     members = [worker for worker, left in found.items() if left.rank_info.generation == newest]
     members.sort(key=lambda worker: found[worker].rank_info.world_rank)
-    for worker in workers:
-        if worker not in members:
-            table.dismiss(worker)
+    table.dismiss(*(worker for worker in workers if worker not in members))
     generation.enter(members)
     return [found[worker] for worker in members]
 

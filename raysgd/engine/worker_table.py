@@ -232,13 +232,14 @@ class WorkerTable:
         """Note that a member is to leave, or that it stays."""
         self._workers[worker].leaver = leaver
 
-    def dismiss(self, worker: str) -> None:
-        info = self._workers.pop(worker, None)
-        if info is not None and info.broken is not None:
-            self._note_gpu_failure(info, info.broken.fault)
-        self._members = None
-        self._note_change(worker)
-        self.group.dismiss(worker)
+    def dismiss(self, *workers: str) -> None:
+        for worker in workers:
+            info = self._workers.pop(worker, None)
+            if info is not None and info.broken is not None:
+                self._note_gpu_failure(info, info.broken.fault)
+            self._members = None
+            self._note_change(worker)
+            self.group.dismiss(worker)
 
     def _note_gpu_failure(self, info: WorkerInfo, fault: GpuFault | None) -> None:
         if fault is None or fault.by_kernel:

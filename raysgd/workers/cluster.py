@@ -113,10 +113,8 @@ def _connect(gpus: float, *, lasting: bool) -> None:
         _join_lasting(start=True)
         return
     # Without the dashboard Ray starts in half the time. Users who want the dashboard call ray.init() first.
-    interpreter, others = (
-        start_fork_server() or sys.executable,
-        [] if _read_given_address() == "local" else foreign.find_clusters(),
-    )
+    interpreter = start_fork_server() or sys.executable
+    others = [] if _read_given_address() == "local" else foreign.find_clusters()
     try:
         with foreign.quick_start(interpreter) as settings:
             ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _system_config=settings)
