@@ -9,7 +9,6 @@ import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +26,7 @@ from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded
 from raysgd.workers.keeper import RENEWALS
 from raysgd.workers.orphan import DriverContact, NamedHost
 from raysgd.workers.replica_host import ReplicaHost
+from raysgd.workers.transfer import AnyTransfer
 from raysgd.workers.worker_group import Room
 from tests.simulation.network import DRIVER, Link, Network, NetworkError, ProcessGroup, SimBackend
 from tests.simulation.replica import GpuError, SimReplica
@@ -445,15 +445,13 @@ class Worker(Process):
         self._requests.send(lambda: self.at(0.0, arrive))
 
 
-class SimTransfer:
-    """The interface of `raysgd.workers.transfer.AnyTransfer`."""
+class SimTransfer(AnyTransfer):
+    """One in virtual time."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.closed, self.opened = name, False, False
-        self.answer: Callable[[Any], Any] = lambda question: None
-        self.data: Any = None
-        self.moved = 0
-        self.given: Future[dict[str, Any] | None] = Future()
+        super().__init__()
+        self.name, self.closed = name, False
+        self.answer = lambda question: None
         self.giver: Worker | None = None
         self.ends: list[Wake] = []  # of the workers that wait
 
@@ -467,10 +465,9 @@ class SimTransfer:
             raise ConnectionError("the transfer has ended")
         assert self.data == state, "the transfer has another state now"
 
-    def close(self) -> None:
+    def close(self, why: str = "the transfer has ended") -> None:
         self.closed = True
-        if not self.given.done():
-            self.given.set_exception(ConnectionError("the transfer has ended"))
+        super().close(why)
         self._wake()
 
     def _wake(self) -> None:
