@@ -13,8 +13,7 @@ from raysgd import CheckpointError, ConfigError, ElasticConfig, train
 from raysgd.callbacks import PrintCallback
 from raysgd.storage.remote import Uri
 from raysgd.train import FailureConfig, RunConfig, ScalingConfig
-from raysgd.train.fit.records import RunRecord, StoredRun
-from raysgd.train.fit.run import _choose_log_dir
+from raysgd.train.fit.records import RunRecord, StoredRun, choose_log_dir
 from raysgd.train.job import check_function
 from raysgd.train.settings import check_strategy
 from raysgd.train.worker_group import limits_for
@@ -301,10 +300,10 @@ def test_a_run_in_remote_storage_has_its_own_local_directory(tmp_path: Path, mon
     home = tmp_path / "ray_results"
     (home / "run").mkdir(parents=True)
     (home / "run" / "trainer.zip").write_bytes(b"a run that is stored here")
-    assert _choose_log_dir(Uri("s3://a/run")) == home / "run_2"
-    assert _choose_log_dir(Uri("s3://b/run")) == home / "run_3"
-    assert _choose_log_dir(Uri("s3://a/run"), resume=True) == home / "run_2"
-    assert _choose_log_dir(Uri("s3://c/run"), resume=True) == home / "run_4"
+    assert choose_log_dir(Uri("s3://a/run")) == home / "run_2"
+    assert choose_log_dir(Uri("s3://b/run")) == home / "run_3"
+    assert choose_log_dir(Uri("s3://a/run"), resume=True) == home / "run_2"
+    assert choose_log_dir(Uri("s3://c/run"), resume=True) == home / "run_4"
     assert [path.name for path in (home / "run").iterdir()] == ["trainer.zip"]
 
 

@@ -1,5 +1,5 @@
-"""The files that `fit()` writes beside the checkpoints, so that a run can be read back and resumed.
-Driver.
+"""The directory of a run of `fit()`, and the files in it beside the checkpoints, with which the run
+can be read back and resumed. Driver.
 
     trainer.zip    the trainer's settings, each pickled separately: those that `restore` overrides are never read
     results.jsonl  one line for each report of rank 0: the metrics, and the number of the newest checkpoint
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import time
 import uuid
 import zipfile
@@ -18,12 +19,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from raysgd.callbacks.folder import RESULTS, create_new_folder, numbered, timestamp
 from raysgd.core.metrics import plain
 from raysgd.errors import CheckpointError, described, shown
 from raysgd.storage import checksums, folders, locations
+from raysgd.storage.locations import Place
+from raysgd.storage.masking import mask
+from raysgd.storage.remote import Uri
 from raysgd.train.callbacks import autofill
+from raysgd.train.settings import RunConfig
 
-SETTINGS, RESULTS, STATE = "trainer.zip", "results.jsonl", "state.json"
+logger = logging.getLogger("raysgd")
+
+SETTINGS, ROWS, STATE, OWNER = "trainer.zip", "results.jsonl", "state.json", ".stored-at"
 IDS = ("trial_id", "experiment_id")
 
 
@@ -47,9 +55,7 @@ class StoredRun:
                 f"a file {SETTINGS}"
             )
         state = _read_state(where / STATE)
-        lines = [
-            _read_line(where / RESULTS, number, line) for number, line in enumerate(_read_lines(where / RESULTS), 1)
-        ]
+        lines = [_read_line(where / ROWS, number, line) for number, line in enumerate(_read_lines(where / ROWS), 1)]
         if lines and state["status"] != "running":
             lines[-1]["metrics"]["done"] = True
         return cls(
@@ -107,18 +113,18 @@ def can_restore(where: Any) -> bool:
 
 class RunRecord:
     """Owns these files of one run, its ids, and its rows. `where` is where the run is stored, and
-    `log_dir` a directory on this machine. They differ only if the run is stored under a URI."""
+    `log_dir` a directory on this machine, where callbacks write. They differ only if the run is
+    stored under a URI."""
 
     def __init__(
         self, where: Any, log_dir: Path, trainer: str, config: Mapping[str, Any], past: StoredRun | None
     ) -> None:
-        self.where, self.log_dir, self._trainer = where, log_dir, trainer
+        self.where, self.log_dir, self.trainer = where, log_dir, trainer
         self._ids = {"trial_id": f"{uuid.uuid4().hex[:5]}_00000", "experiment_id": uuid.uuid4().hex}
         self._ids |= {} if past is None else past.ids
         self._config = {"train_loop_config": dict(config)} if config else {}
         self.rows = [] if past is None else [{**row, "done": False} for row in past.rows]
         self._numbers = [] if past is None else list(past.checkpoints)
-        self._written = 0
         self._restored = len(self.rows)
         self._before = float(self.rows[-1].get("time_total_s", 0.0)) if self.rows else 0.0
         self._began = self._last = self._warm = time.time()
@@ -128,7 +134,7 @@ class RunRecord:
         trial_id = self._ids["trial_id"]
         return {
             "experiment_name": self.where.name,
-            "trial_name": f"{self._trainer}_{trial_id}",
+            "trial_name": f"{self.trainer}_{trial_id}",
             "trial_id": trial_id,
             "trial_dir": str(self.log_dir),
         }
@@ -136,7 +142,8 @@ class RunRecord:
     def begin(self, settings: Mapping[str, bytes]) -> None:
         """Write the files, and an earlier run's rows again: the last may be incomplete."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        locations.write(self.log_dir / RESULTS, "".join(self._take_unwritten()).encode())
+        lines = map(_make_line, self.rows, self._numbers)
+        locations.write(self.log_dir / ROWS, "".join(lines).encode())
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w") as archive:
             for name, pickled in settings.items():
@@ -155,7 +162,8 @@ class RunRecord:
         is_new = number is not None and number != (self._numbers[-1] if self._numbers else None)
         self.rows.append({**self._autofill(), **row})
         self._numbers.append(number)
-        self._append()
+        with open(self.log_dir / ROWS, "a", encoding="utf-8") as file:
+            file.write(_make_line(self.rows[-1], number))
         if is_new:
             self._upload()
 
@@ -165,23 +173,22 @@ class RunRecord:
         self._upload()
         self._write_status("finished" if error is None else "failed", "" if error is None else described(error))
 
+    def fail(self, error: BaseException) -> None:
+        """Write that the run has failed. An error in here must not hide the error that ended it."""
+        try:
+            self.end(error)
+        except Exception:
+            logger.exception("could not write the end of the run to %s", self.where)
+        text = "%s: the checkpoints and reports of this run are in %s; %s.restore(path) resumes it"
+        logger.error(text, type(error).__name__, self.where, self.trainer)
+
     def _write_status(self, status: str, error: str = "") -> None:
-        state = {"trainer": self._trainer, "status": status, "error": error, **self._ids}
+        state = {"trainer": self.trainer, "status": status, "error": error, **self._ids}
         locations.write(self.where / STATE, folders.dump_json(state))
 
-    def _append(self) -> None:
-        with open(self.log_dir / RESULTS, "a", encoding="utf-8") as file:
-            file.writelines(self._take_unwritten())
-
-    def _take_unwritten(self) -> list[str]:
-        """Return a line for each row that is not in the file yet."""
-        new = zip(self.rows[self._written :], self._numbers[self._written :], strict=True)
-        self._written = len(self.rows)
-        return [_make_line(_with_text_keys({"metrics": row, "checkpoint": at})) for row, at in new]
-
     def _upload(self) -> None:
-        if self.where != self.log_dir and (self.log_dir / RESULTS).exists():
-            locations.write(self.where / RESULTS, (self.log_dir / RESULTS).read_bytes())
+        if self.where != self.log_dir and (self.log_dir / ROWS).exists():
+            locations.write(self.where / ROWS, (self.log_dir / ROWS).read_bytes())
 
     def _autofill(self) -> dict[str, Any]:
         count, now = len(self.rows) + 1, time.time()
@@ -201,9 +208,10 @@ class RunRecord:
         return row
 
 
-def _make_line(row: dict[str, Any]) -> str:
-    """Make a line that ends with a digest of the rest."""
-    return folders.dump_json(json.loads(json.dumps(row, default=as_json))).decode() + "\n"
+def _make_line(row: dict[str, Any], checkpoint: int | None) -> str:
+    """Make the line of a report, which ends with a digest of the rest."""
+    report = _with_text_keys({"metrics": row, "checkpoint": checkpoint})
+    return folders.dump_json(json.loads(json.dumps(report, default=as_json))).decode() + "\n"
 
 
 def _read_lines(path: Any) -> list[bytes]:
@@ -224,3 +232,40 @@ def as_json(value: Any) -> Any:
     """A number for a single number, and the `repr` of other objects that are not JSON."""
     number = plain(value)
     return shown(value) if number is value else number
+
+
+def choose_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:
+    """Choose where the run is stored, and its directory here: new ones, of no other run."""
+    home = Path.home() / RESULTS if config.storage_path is None else locations.place(config.storage_path)
+    home = home.absolute() if isinstance(home, Path) else home
+    name = config.name or f"{trainer}_{timestamp()}"
+    if isinstance(home, Path):
+        new: Place = create_new_folder(home, name)
+    else:
+        new = home / next(candidate for candidate in numbered(name) if not locations.names(home / candidate))
+    if new != home / name:
+        logger.warning("there is a run at %s already: this run is stored at %s", home / name, new)
+    return new, choose_log_dir(new)
+
+
+def choose_log_dir(where: Place, *, resume: bool = False) -> Path:
+    """Choose the directory here where callbacks write. For a URI it is a new one, because another
+    run may have used the name, or with `resume` that of this run."""
+    if not isinstance(where, Uri):
+        return where
+    for path in (Path.home() / RESULTS / name for name in numbered(where.name)):
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            if not (resume and path.is_dir() and _owner(path) in (str(where), None)):
+                continue
+        locations.write(path / OWNER, str(where).encode())
+        return path
+    raise AssertionError("there is always another number")
+
+
+def _owner(path: Path) -> str | None:
+    """The URI of the run that uses this directory, or None if it is empty."""
+    if (path / OWNER).is_file():
+        return mask(locations.read(path / OWNER).decode())
+    return "another run" if any(path.iterdir()) else None

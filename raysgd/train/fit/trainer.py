@@ -13,13 +13,15 @@ from typing import Any, ClassVar, TypeVar
 from raysgd.callbacks.history import History
 from raysgd.errors import ConfigError, counted
 from raysgd.ray_data.datasets import DataConfig
-from raysgd.storage.locations import place, text_of
+from raysgd.storage.locations import copy_logs, place, text_of
 from raysgd.storage.remote import Uri
 from raysgd.train.backends import parse_backend
+from raysgd.train.callbacks import make_callback_list
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.fit.records import StoredRun, can_restore
+from raysgd.train.checkpoint_manager import CheckpointManager
+from raysgd.train.driver import FunctionDriver, TrainingIterator
+from raysgd.train.fit.records import RunRecord, StoredRun, can_restore, choose_log_dir, choose_place
 from raysgd.train.fit.result import Result
-from raysgd.train.fit.run import run_and_store
 from raysgd.train.job import FunctionJob, FunctionWorkers, check_function, function_name
 from raysgd.train.settings import RunConfig, ScalingConfig, rays_own, without_rays_own
 from raysgd.train.splits import make_splits
@@ -139,10 +141,41 @@ class DataParallelTrainer:
         packed, before = self._pack_settings(), set(vars(self))
         self.setup()
         self._set_up |= set(vars(self)) - before
-        restored = place(self._restored_from) if self._restored_from is not None else None
         self.history = History()
-        name, begins = type(self).__name__, (restored, self._overridden)
-        return run_and_store(self._workers(), self.job(), name, self.run_config, packed, self.history, *begins)
+        # These first, because invalid callbacks and settings must not leave a directory behind.
+        executor, job = FunctionDriver(self._workers()), self.job()
+        callbacks = make_callback_list(self.run_config.callbacks, history=self.history)
+        record, manager = self._open_record(job)
+        record.begin(packed)
+        try:
+            executor.start(job.hook)
+            record.note_start()
+            job, folder = replace(job, trial=record.trial(), record=record.add), record.log_dir
+            rounds = TrainingIterator(executor, callbacks)
+            values = rounds.run_to_end(job, manager, trainer=record.trainer, folder=folder)
+            record.end(None)
+        except BaseException as error:
+            record.fail(error)
+            raise
+        finally:
+            executor.shutdown()
+            copy_logs(record.log_dir, record.where)
+        return Result.of(record.where, manager, record.rows, log_dir=record.log_dir, return_values=values)
+
+    def _open_record(self, job: FunctionJob) -> tuple[RunRecord, CheckpointManager]:
+        """Take a new directory, or that of the restored run, with its checkpoints and reports."""
+        name, past = type(self).__name__, None
+        if self._restored_from is None:
+            where, log_dir = choose_place(name, self.run_config)
+        else:
+            where = place(self._restored_from)
+            past, log_dir = StoredRun.read(where), choose_log_dir(where, resume=True)
+        record, manager = RunRecord(where, log_dir, name, job.config, past), job.make_manager(where)
+        if past is not None:
+            passed = manager.payload
+            manager.adopt(past.metrics_by_checkpoint())
+            manager.payload = passed if self._overridden else manager.payload
+        return record, manager
 
     def job(self) -> FunctionJob:
         """The run that `fit()` would start."""
