@@ -28,7 +28,7 @@ LAYERS = {
     "2": "workers",
     "3": "engine",
     "4": "torch/trainer torch/setup torch/strategies torch/checkpoint/sharded tf/trainer train/trainer train/executor "
-    "train/driver train/hooks train/job train/rounds train/worker_group train/fit/trainer train/fit/frameworks train/splits "
+    "train/driver train/job train/rounds train/worker_group train/fit/trainer train/fit/frameworks train/splits "
     "train/trials training/call_runner training/description training/named training/trainer_base training/loads "
     "training/saves tune horovod/strategy",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__ "
@@ -50,8 +50,7 @@ SIBLINGS = {
     "horovod/strategy": {"torch/strategies"},
     "train/job": {"train/splits"},
     "train/rounds": {"train/job"},
-    "train/driver": {"train/hooks", "train/job", "train/rounds", "train/worker_group"},
-    "train/hooks": {"train/worker_group"},
+    "train/driver": {"train/job", "train/rounds", "train/worker_group"},
     "train/executor": {"train/driver", "train/job", "train/worker_group"},
     "train/trainer": {"train/driver", "train/job", "train/splits", "train/trials", "train/worker_group"},
     "train/fit/trainer": {"train/driver", "train/job", "train/splits", "train/trials"},

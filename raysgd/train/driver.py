@@ -17,10 +17,9 @@ import functools
 import logging
 import math
 import pickle
-import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from raysgd.core.metrics import plain
 from raysgd.core.policy import PLANNED, Recovery
 from raysgd.core.protocols import Call
 from raysgd.engine.call import Job
-from raysgd.engine.call_lock import CallLock, Claim
+from raysgd.engine.call_lock import CallLock
 from raysgd.engine.engine import Engine
 from raysgd.errors import TrainingFailedError, counted
 from raysgd.train.backends import backend_of
@@ -43,20 +42,17 @@ from raysgd.train.errors import (
     TrainingRunningError,
     TrainingWorkerError,
 )
-from raysgd.train.hooks import BackendHooks
 from raysgd.train.job import FunctionJob, FunctionWorkers, check_function, function_name
-from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
+from raysgd.train.replica import FunctionReplica
 from raysgd.train.rounds import FunctionRun, RoundResult
-from raysgd.train.session_functions import Codec
-from raysgd.train.worker_group import WorkerGroup, limits_for
+from raysgd.train.worker_group import StartedWorkers, WorkerGroup, limits_for, make_factory
 from raysgd.workers.cluster import driver_address, ensure_cluster
 from raysgd.workers.ray_group import RayGroup
-from raysgd.workers.serialization import dumps, pack, pickler_class
+from raysgd.workers.serialization import pack
 from raysgd.workers.tracebacks import folding
 
 logger = logging.getLogger("raysgd")
 
-POLL_S = 0.5
 STOP_S = 30.0
 # For a planned change: only the ranks that save checkpoints stop at the boundary, and the others wait for them.
 HURRY_S = 2.0
@@ -67,53 +63,14 @@ FEWER = (
 )
 
 
-@dataclass(frozen=True)
-class StartedWorkers:
-    """What there is from `start` to `shutdown`; `group` is the user's."""
-
-    engine: Engine
-    group: WorkerGroup
-    hooks: BackendHooks
-
-
-@dataclass(frozen=True)
-class StartedRun:
-    """A run with its thread, its recoveries, and since when it has been running."""
-
-    rounds: FunctionRun
-    thread: threading.Thread
-    claim: Claim
-    recoveries: list[Recovery]
-
-    def fetch_next_round(self, on_poll: Callable[[], None]) -> RoundResult | None:
-        while True:
-            try:
-                result = self.rounds.next_round(POLL_S)
-            except queue.Empty:
-                on_poll()
-                continue
-            on_poll()
-            if result is None and self.rounds.error is not None:
-                raise self.rounds.error
-            return result
-
-    def finish(self) -> list[Any]:
-        while self.thread.is_alive():
-            self.thread.join(POLL_S)
-        if self.rounds.error is not None:
-            raise self.rounds.error
-        return self.rounds.values
-
-
 class FunctionDriver(RunCheckpoints):
     """Owns the workers, from their start to their end, and the newest run."""
 
     def __init__(self, workers: FunctionWorkers) -> None:
         self.workers, self._backend = workers, backend_of(workers.backend)
         self._started: StartedWorkers | None = None
-        self._run: StartedRun | None = None
-        # Since the newest run began, each with the number of rounds before it as its step.
-        self.recoveries_of_run: list[Recovery] = []
+        self._run: FunctionRun | None = None
+        self._recoveries = list[Recovery]()  # since the newest run began, whose list it is then
         self._starting = CallLock()
 
     # -- life -----------------------------------------------------------------------------------------
@@ -131,7 +88,7 @@ class FunctionDriver(RunCheckpoints):
             raise TrainBackendError("the workers were started already: call shutdown() before you start them again")
         workers, config = self.workers, self.workers.backend
         ensure_cluster(workers.resources)
-        hang_s, self.recoveries_of_run = workers.elastic.hang_timeout_s, []
+        hang_s, self._recoveries = workers.elastic.hang_timeout_s, []
         limits = limits_for(collective_s=min(config.collective_timeout_s, 0.9 * hang_s), hang_s=hang_s)
         backend = config.make_backend(
             host=driver_address(),
@@ -139,14 +96,11 @@ class FunctionDriver(RunCheckpoints):
             join_s=limits.join_s,
             collective_s=limits.collective_s,
         )
-        make = None if train_cls is None else functools.partial(train_cls, *train_cls_args, **(train_cls_kwargs or {}))
-        codec = Codec(dumps, pickler_class, self._backend.encode_data, self._backend.decode_data)
-        factory, hook = pack(FunctionReplicaFactory(codec, make)), pack(initialization_hook)
         engine = Engine(
             RayGroup(backend, workers.resources, unreachable_s=limits.unreachable_s),
             backend,
-            factory,
-            hook=hook,
+            make_factory(self._backend, train_cls, train_cls_args, train_cls_kwargs),
+            hook=pack(initialization_hook),
             target=workers.num_workers,
             least=workers.start_with,
             elastic=workers.elastic,
@@ -156,10 +110,10 @@ class FunctionDriver(RunCheckpoints):
         )
         engine.start()
         make_group = functools.partial(WorkerGroup.of, engine, has_object=train_cls is not None, guard=self._check_free)
-        hooks = BackendHooks(self._backend, config, engine, make_group(max_failures=self._failures_left))
-        self._started = StartedWorkers(engine, make_group(), hooks)
+        for_hooks = make_group(max_failures=self._failures_left)
+        self._started = started = StartedWorkers(engine, make_group(), self._backend, config, for_hooks)
         try:
-            hooks.call()
+            started.call_hooks()
         except BaseException:
             self.shutdown()
             raise
@@ -218,24 +172,25 @@ class FunctionDriver(RunCheckpoints):
 
     def begin(
         self, job: FunctionJob, manager: CheckpointManager, *, ready: Callable[[], None] = lambda: None
-    ) -> StartedRun:
+    ) -> FunctionRun:
         """Start the function on every worker, and return at once. `manager` keeps its checkpoints.
         `ready` is called after all checks, right before the function begins."""
         started, task = self._require_workers(), check_function(job.function, job.config)
         with (claim := self._starting.claim(f"the function {function_name(job.function)!r}")):
             self._check_free()
             manager.check_storage()
-            packed = pack(task)
-            recoveries = self.recoveries_of_run = list[Recovery]()
+            packed, recoveries = pack(task), list[Recovery]()
+            self._recoveries = recoveries
             ready()
-            number = 1 if self._run is None else self._run.rounds.number + 1
+            number = 1 if self._run is None else self._run.number + 1
             fail, forget = started.engine.cancel, started.engine.forget_snapshot
-            rounds = FunctionRun(number, manager, job, self._backend, fail=fail, saved=forget)
-            work = functools.partial(self._perform, started, rounds, packed)
-            thread = threading.Thread(target=work, name="raysgd-run", daemon=True)
-            self._run = run = StartedRun(rounds, thread, claim, recoveries)
+            run = FunctionRun(number, manager, job, self._backend, fail=fail, saved=forget)
+            work = functools.partial(self._perform, started, run, packed)
+            run.thread = threading.Thread(target=work, name="raysgd-run", daemon=True)
+            run.claim, run.recoveries = claim, recoveries
+            self._run = run
             forget()
-            thread.start()
+            run.thread.start()
         return run
 
     def fetch_next_round(self, on_poll: Callable[[], None] = lambda: None) -> RoundResult | None:
@@ -258,7 +213,7 @@ class FunctionDriver(RunCheckpoints):
             self._run.thread.join(STOP_S)
         engine.cancel(None)
 
-    def _require_run(self, call: str) -> StartedRun:
+    def _require_run(self, call: str) -> FunctionRun:
         self._require_workers()
         if self._run is None:
             raise TrainBackendError(f"{call}() was called before start_training(): there is nothing to wait for")
@@ -301,7 +256,7 @@ class FunctionDriver(RunCheckpoints):
 
     def _prepare(self, started: StartedWorkers, run: FunctionRun) -> dict[str, Any]:
         """Call the backend's hooks. Return the function's arguments for this attempt."""
-        started.hooks.begin_training()
+        started.begin_training()
         attempt = run.begin_attempt(started.engine.world_size, started.engine.nodes)
         attempt, ranks = replace(attempt, workers=self.workers.planned), started.engine.world_size
         if attempt.number == 1 and attempt.workers is not None and ranks < attempt.workers:
@@ -310,7 +265,7 @@ class FunctionDriver(RunCheckpoints):
         return {"attempt": attempt, "checkpoint": None if payload is None else Blob(payload)}
 
     def _failures_left(self) -> int:
-        failed = sum(each.reason not in PLANNED for each in self.recoveries_of_run)
+        failed = sum(each.reason not in PLANNED for each in self._recoveries)
         most = self.workers.max_retries
         return most if most < 0 else max(most - failed, 0)
 
@@ -318,17 +273,17 @@ class FunctionDriver(RunCheckpoints):
         if self._run is None:
             acknowledge()
         else:
-            self._run.rounds.receive(message, body, acknowledge)
+            self._run.receive(message, body, acknowledge)
 
     def _on_recovery(self, recovery: Recovery) -> None:
-        reports = 0 if self._run is None else self._run.rounds.reports
-        self.recoveries_of_run.append(replace(recovery, step=reports))
+        reports = 0 if self._run is None else self._run.reports
+        self._recoveries.append(replace(recovery, step=reports))
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
     @property
     def checkpoint_manager(self) -> CheckpointManager | None:
-        return None if self._run is None else self._run.rounds.manager
+        return None if self._run is None else self._run.manager
 
 
 class TrainingIterator:
@@ -337,7 +292,7 @@ class TrainingIterator:
 
     def __init__(self, executor: FunctionDriver, callbacks: CallbackList | None = None) -> None:
         self._executor, self._callbacks = executor, callbacks or CallbackList([])
-        self._run: StartedRun | None = None
+        self._run: FunctionRun | None = None
         self._finished = False
         self._rounds = self._recoveries = 0
         self._results: list[Any] | None = None

@@ -58,7 +58,6 @@ class BackendExecutor(FunctionDriver):
     ) -> None:
         """Start the function on every worker, and return at once. Without a `run_dir`, checkpoints
         are only kept in memory."""
-        self._require_workers()
         check_strategy(checkpoint_strategy)
         strategy = checkpoint_strategy if run_dir is not None else CheckpointConfig(num_to_keep=0)
         job = FunctionJob(function=train_func, config=config, checkpoint=checkpoint, checkpoint_config=strategy)
@@ -83,4 +82,4 @@ class BackendExecutor(FunctionDriver):
     @property
     def latest_checkpoint_id(self) -> int | None:
         """The number of the newest checkpoint. Numbers may begin above 0."""
-        return None if self._run is None else self._run.rounds.manager.latest_id
+        return None if self._run is None else self._run.manager.latest_id

@@ -6,6 +6,7 @@ import logging
 import math
 import pickle
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +15,13 @@ from typing import Any, Literal
 
 from raysgd.callbacks.base import TRACES
 from raysgd.core.messages import FunctionReport
+from raysgd.core.policy import Recovery
+from raysgd.engine.call_lock import Claim
 from raysgd.environment import flag_from_environment
 from raysgd.errors import ranked
 from raysgd.train.backends import Backend
 from raysgd.train.checkpoint import Checkpoint, is_directory
-from raysgd.train.checkpoint_manager import BackgroundWriter, CheckpointManager
+from raysgd.train.checkpoint_manager import POLL_S, BackgroundWriter, CheckpointManager
 from raysgd.train.errors import ReportMismatchError
 from raysgd.train.job import FunctionJob
 from raysgd.train.session_functions import Attempt
@@ -114,7 +117,9 @@ class RoundResult:
 
 class FunctionRun:
     """Owns the open round of the current attempt, the queue of complete rounds, the writer that
-    stores checkpoints, and the ranks that wait in a report.
+    stores checkpoints, and the ranks that wait in a report. Its driver sets the thread that
+    performs it, the claim that says since when, and the recoveries, each with the number of rounds
+    before it as its step.
 
     A report returns when its round is complete and stored, or its attempt has ended. What an
     attempt has reported of a round that is not complete then is dropped, and the next attempt
@@ -122,6 +127,10 @@ class FunctionRun:
     is waiting for the function, and `saved` when there is a new checkpoint: a commit that a worker
     left before that is an older state.
     """
+
+    thread: threading.Thread
+    claim: Claim
+    recoveries: list[Recovery]
 
     def __init__(
         self,
@@ -260,6 +269,27 @@ class FunctionRun:
         if result is None:
             self._complete.put(None)
         return result
+
+    def fetch_next_round(self, on_poll: Callable[[], None]) -> RoundResult | None:
+        """Wait for the next round. Raise the error that ended the run."""
+        while True:
+            try:
+                result = self.next_round(POLL_S)
+            except queue.Empty:
+                on_poll()
+                continue
+            on_poll()
+            if result is None and self.error is not None:
+                raise self.error
+            return result
+
+    def finish(self) -> list[Any]:
+        """Wait for the end. Return what every rank returned, or raise the error."""
+        while self.thread.is_alive():
+            self.thread.join(POLL_S)
+        if self.error is not None:
+            raise self.error
+        return self.values
 
 
 def _decode_checkpoint(backend: Backend, payload: bytes) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 
 from raysgd.callbacks.folder import create_folder
 from raysgd.callbacks.history import History
-from raysgd.config import ElasticConfig, WorkerResources, check_flags, object_of
+from raysgd.config import ElasticConfig
 from raysgd.core.lazy import REFUSED, lazy_names
 from raysgd.core.policy import Recovery
 from raysgd.errors import counted
@@ -23,9 +23,9 @@ from raysgd.train.callbacks import make_callback_list
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.checkpoint_manager import CheckpointManager, RunCheckpoints
 from raysgd.train.driver import FunctionDriver, TrainingIterator
-from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError
+from raysgd.train.errors import TrainBackendError
 from raysgd.train.job import FunctionJob, FunctionWorkers, check_function, function_name
-from raysgd.train.settings import DEFAULT_ELASTIC, CheckpointConfig, without_rays_own
+from raysgd.train.settings import CheckpointConfig, ScalingConfig, without_rays_own
 from raysgd.train.splits import make_splits
 from raysgd.train.worker_group import WorkerGroup
 from raysgd.training.arguments import check_hook
@@ -84,10 +84,8 @@ class Trainer(RunCheckpoints):
         elastic: ElasticConfig | None = None,
     ) -> None:
         config = parse_backend(backend)
-        check_flags(use_gpu=use_gpu)
-        object_of(ElasticConfig, "elastic", elastic)
-        wanted = WorkerResources.parse(1, use_gpu, resources_per_worker, gpu_asked=use_gpu)
-        workers = FunctionWorkers(config, num_workers, wanted, max_retries, elastic or DEFAULT_ELASTIC)
+        scaling = ScalingConfig(use_gpu=use_gpu, resources_per_worker=resources_per_worker, elastic=elastic)
+        workers = FunctionWorkers(config, num_workers, scaling.worker, max_retries, scaling.policy())
         self._executor = FunctionDriver(workers)
         self.storage, self.logdir = _make_places(logdir)
         self.history = History()  # all rounds that were fetched, of all runs
@@ -149,11 +147,9 @@ class Trainer(RunCheckpoints):
         checkpoint, checkpoint_strategy) is recognized by the type of these arguments. `callbacks`
         get every round of reports, and `checkpoint_strategy` says which checkpoints stay.
         """
-        self._check_started()
-        job, manager = self._prepare(train_func, config, *in_order(checkpoint, checkpoint_strategy, dataset))
+        job, manager, ready = self._prepare(train_func, config, *in_order(checkpoint, checkpoint_strategy, dataset))
         rounds = TrainingIterator(self._executor, make_callback_list(callbacks, history=self.history))
         folder, earlier = job.trial["trial_dir"], self._runs
-        ready = functools.partial(self._count_run, manager, folder)
         try:
             return rounds.run_to_end(job, manager, trainer="Trainer", folder=folder, ready=ready)
         finally:
@@ -170,17 +166,18 @@ class Trainer(RunCheckpoints):
     ) -> TrainingIterator:
         """Start `train_func`. Return an iterator over what all ranks report, round by round.
         `config`, `checkpoint`, `checkpoint_strategy` and `dataset` are those of `run`."""
-        self._check_started()
-        job, manager = self._prepare(train_func, config, *in_order(checkpoint, checkpoint_strategy, dataset))
+        job, manager, ready = self._prepare(train_func, config, *in_order(checkpoint, checkpoint_strategy, dataset))
         rounds = TrainingIterator(self._executor, make_callback_list(None, history=self.history))
-        rounds.begin(job, manager, ready=functools.partial(self._count_run, manager, job.trial["trial_dir"]))
+        rounds.begin(job, manager, ready=ready)
         return rounds
 
     def _prepare(
         self, train_func: Any, config: Any, checkpoint: Any, strategy: Any, dataset: Any
-    ) -> tuple[FunctionJob, CheckpointManager]:
-        """Make the next run of this trainer, and what keeps its checkpoints."""
-        name = f"run_{self._find_next():03d}"
+    ) -> tuple[FunctionJob, CheckpointManager, Callable[[], None]]:
+        """Make the next run of this trainer, what keeps its checkpoints, and what is called when it
+        begins."""
+        # Other trainers may have made runs here since the last one.
+        name = f"run_{1 + max(_find_newest_run(self.storage), _find_newest_run(self.logdir)):03d}"
         job = FunctionJob(
             function=train_func,
             config=config,
@@ -189,7 +186,9 @@ class Trainer(RunCheckpoints):
             trial={"trial_dir": self.logdir / name},
             shards=make_splits(dataset, cpus_per_worker=self._executor.workers.resources.cpus),
         )
-        return job, job.make_manager(self.storage / name / "checkpoints", latest_id=in_trial.number_of(checkpoint) or 0)
+        newest = in_trial.number_of(checkpoint) or 0
+        manager = job.make_manager(self.storage / name / "checkpoints", latest_id=newest)
+        return job, manager, functools.partial(self._count_run, manager, self.logdir / name)
 
     def _count_run(self, manager: CheckpointManager, folder: Path) -> None:
         """Count a run that begins, and create its directory."""
@@ -203,13 +202,11 @@ class Trainer(RunCheckpoints):
     @folding
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Compute the values of `func(obj, *args, **kwargs)` with each worker's object, by rank."""
-        self._check_started()
         return self._executor.worker_group.execute_object(func, args, kwargs)
 
     @folding
     def execute_single(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `func` with these arguments on rank 0 only, and return its value."""
-        self._check_started()
         return self._executor.worker_group.execute_object(func, args, kwargs, only=0)[0]
 
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> Any:
@@ -229,12 +226,6 @@ class Trainer(RunCheckpoints):
             return FunctionJob(function=train_func, config=config, shards=new_splits())
 
         return make_function_trainable(function_name(train_func), workers, make_job)
-
-    def _check_started(self) -> None:
-        if not self._executor.is_started:
-            raise InactiveWorkerGroupError(
-                "this trainer is not active: call start() before run(), and not after shutdown()"
-            )
 
     # -- properties -----------------------------------------------------------------------------------
 
@@ -274,10 +265,6 @@ class Trainer(RunCheckpoints):
     def load_checkpoint_from_path(checkpoint_file_path: str | Place) -> dict[str, Any]:
         """Load the dictionary of the checkpoint stored at `checkpoint_file_path`."""
         return Checkpoint.from_uri(checkpoint_file_path).to_dict()
-
-    def _find_next(self) -> int:
-        """The number of the next run: other trainers may have made runs here since the last one."""
-        return 1 + max(_find_newest_run(self.storage), _find_newest_run(self.logdir))
 
     @property
     def checkpoint_manager(self) -> CheckpointManager | None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raysgd.config import ElasticConfig, Limits, WorkerResources, at_least
 from raysgd.core.lazy import REFUSED, lazy_names
+from raysgd.core.policy import PLANNED
 from raysgd.core.protocols import Call, SingleWorkerBackend
 from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine
 from raysgd.environment import FUNCTION_START_LIMIT, seconds_from_environment, start_limit_s
 from raysgd.errors import ConfigError, TrainingFailedError
+from raysgd.train.backends import Backend, BackendConfig
 from raysgd.train.errors import InactiveWorkerGroupError, TrainingWorkerError
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.session_functions import Codec
@@ -36,6 +39,13 @@ def check_resources(num_workers: Any, cpus: Any, gpus: Any, additional: Any) -> 
     at_least("num_workers", num_workers, 1, whole=True)
     wanted = {**dict(additional or {}), "GPU": gpus}
     return WorkerResources.parse(cpus, bool(gpus), wanted)
+
+
+def make_factory(backend: Backend, kind: type | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    """Pack what creates the replica of each worker, with an object of the class `kind` if there is
+    one."""
+    make = None if kind is None else functools.partial(kind, *args, **(kwargs or {}))
+    return pack(FunctionReplicaFactory(Codec(dumps, pickler_class, backend.encode_data, backend.decode_data), make))
 
 
 class WorkersChanged(TrainingWorkerError):
@@ -81,8 +91,7 @@ class WorkerGroup:
             num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
         )
         self._count = num_workers
-        make = None if actor_cls is None else functools.partial(actor_cls, *actor_cls_args, **(actor_cls_kwargs or {}))
-        self._factory = pack(FunctionReplicaFactory(Codec(dumps, pickler_class), make))
+        self._factory = make_factory(Backend(), actor_cls, actor_cls_args, actor_cls_kwargs)
         self._has_object = actor_cls is not None
         self._engine: Engine | None = None
         self._guard: Callable[[], None] = lambda: None
@@ -190,3 +199,42 @@ class WorkerGroup:
     def _check_index(self, index: Any) -> None:
         if not isinstance(index, int) or not 0 <= index < len(self):
             raise ConfigError(f"worker_index must be a rank from 0 to {len(self) - 1}, got {index!r}")
+
+
+class StartedWorkers:
+    """Owns the engine of a trainer from `start` to `shutdown`, and `group`, which is the user's.
+    Calls a backend's hooks, once for each generation of the workers. They get another group, which
+    no worker failure ends."""
+
+    def __init__(
+        self, engine: Engine, group: WorkerGroup, backend: Backend, config: BackendConfig, for_hooks: WorkerGroup
+    ) -> None:
+        self.engine, self.group = engine, group
+        self._backend, self._config, self._for_hooks = backend, config, for_hooks
+        self._called_for = -1  # the generation
+        self._recoveries = 0  # before it
+
+    def call_hooks(self) -> None:
+        """Call the hooks for a new generation, again if it changes meanwhile."""
+        engine = self.engine
+        while self._called_for != engine.generation:
+            first, self._called_for = self._called_for < 0, engine.generation
+            changes = engine.recoveries[self._recoveries :]
+            self._recoveries = len(engine.recoveries)
+            failed = sorted(
+                {rank for change in changes if change.reason not in PLANNED for rank in change.removed_ranks}
+            )
+            with contextlib.suppress(WorkersChanged):
+                if failed and not first:
+                    self._backend.handle_failure(self._for_hooks, failed, self._config)
+                else:
+                    self._backend.on_start(self._for_hooks, self._config)
+
+    def begin_training(self) -> None:
+        """Call the hooks before the function begins, again if a worker fails in one."""
+        prepared = -1
+        while prepared != self.engine.generation:
+            self.call_hooks()
+            prepared = self.engine.generation
+            with contextlib.suppress(WorkersChanged):
+                self._backend.on_training_start(self._for_hooks, self._config)
