@@ -8,6 +8,7 @@ A rank exchanges nothing with others. No other module of the tests makes replica
 """
 
 import copy
+import functools
 import pickle
 import signal
 import threading
@@ -25,7 +26,7 @@ from raysgd.core.outcomes import Interrupted
 from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
-from raysgd.train.replica import STOP_SIGNAL, FunctionReplica, FunctionReplicaFactory
+from raysgd.train.replica import STOP_SIGNAL, FunctionReplica
 from raysgd.train.session_functions import Attempt, Codec
 from raysgd.training import evaluation
 from raysgd.training.loading import take_over
@@ -261,7 +262,7 @@ class FunctionRank(Rank):
 
     def __init__(self, rank: int = 0, ranks: int = 1, codec: dict[str, Any] | None = None, **numbers: int) -> None:
         self._handler = signal.getsignal(STOP_SIGNAL)
-        super().__init__(FunctionReplicaFactory(Codec(**(codec or {}))), rank, ranks, **numbers)
+        super().__init__(functools.partial(FunctionReplica, Codec(**(codec or {})), None), rank, ranks, **numbers)
         self.messages: list[tuple[FunctionReport, dict[str, Any], dict[str, Any] | None]] = []
         self._control.deliver = self._deliver
 

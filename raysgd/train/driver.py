@@ -366,7 +366,6 @@ class TrainingIterator:
             self.begin(job, manager, ready=start)
             while self.next_round() is not None:
                 pass
-            self._report_recoveries()
         except BaseException as error:
             if started:
                 if not self._finished:

@@ -5,6 +5,7 @@ Only Tune and its users import Ray Tune here.
 
 from __future__ import annotations
 
+import pickle
 import sys
 import tempfile
 import warnings
@@ -43,15 +44,7 @@ def describe() -> dict[str, Any]:
 def newest_checkpoint() -> Checkpoint | None:
     """The trial's checkpoint."""
     found = _tune().get_checkpoint()
-    if found is None:
-        return None
-    with found.as_directory() as folder:
-        own = Checkpoint(where := place_in(folder), trusted=True)
-        return (
-            Checkpoint.from_dict(own.to_dict())
-            if where.is_file()
-            else Checkpoint.from_bytes(own.to_bytes(), trusted=True)
-        )
+    return None if found is None else Checkpoint.from_bytes(bytes_of(found), trusted=True)
 
 
 def report(metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
@@ -84,10 +77,11 @@ def number_of(checkpoint: Any) -> int | None:
     return number
 
 
-def place_in(folder: str) -> Path:
-    """Where the checkpoint is in the folder of a trial's: a file in it, or the folder."""
-    file = Path(folder) / DICT_FILE
-    return file if file.is_file() else Path(folder)
+def bytes_of(checkpoint: Any, pickler: Any = pickle.Pickler) -> bytes:
+    """Read the trial's checkpoint, which Tune has: a file in its folder, or the folder."""
+    with checkpoint.as_directory() as folder:
+        file = Path(folder) / DICT_FILE
+        return Checkpoint(file if file.is_file() else folder, trusted=True).to_bytes(pickler=pickler)
 
 
 def without_tensors(value: Any) -> Any:

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -117,24 +117,14 @@ def convert_result(result: Any) -> Any:
     return to_cpu(result)
 
 
-@dataclass(frozen=True)
-class FunctionReplicaFactory:
-    """Creates a replica in a worker; picklable. `make` creates the object for `execute`."""
-
-    codec: Codec = field(default_factory=Codec)
-    make: Callable[[], Any] | None = None
-
-    def __call__(self, rank_info: RankInfo, control: Control) -> FunctionReplica:
-        return FunctionReplica(rank_info, control, self)
-
-
 class FunctionReplica:
     """Owns the user's object and the last commit. At each commit and checkpoint, which are the
-    steps of its progress, the function can continue with other workers."""
+    steps of its progress, the function can continue with other workers. `make` creates the object,
+    for `execute`."""
 
-    def __init__(self, rank_info: RankInfo, control: Control, factory: FunctionReplicaFactory) -> None:
-        self._rank_info, self._control, self._codec = rank_info, control, factory.codec
-        self.instance = factory.make() if factory.make is not None else None
+    def __init__(self, codec: Codec, make: Callable[[], Any] | None, rank_info: RankInfo, control: Control) -> None:
+        self._rank_info, self._control, self._codec = rank_info, control, codec
+        self.instance = make() if make is not None else None
         self._commit = Commit()
         self._objects: dict[str, Any] = {}  # of `train.once`
         self._run_number = -1

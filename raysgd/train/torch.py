@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -123,12 +124,7 @@ def enable_reproducibility(seed: int = 0) -> None:
     current("torch.enable_reproducibility")
     torch.manual_seed(seed)
     random.seed(seed)
-    try:
-        import numpy
-    except ImportError:
-        pass
-    else:
-        numpy.random.seed(seed)
+    numpy.random.seed(seed)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"

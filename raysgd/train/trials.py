@@ -119,9 +119,7 @@ class Handover:
         """Start from the trial's own checkpoint and its number, instead of the job's."""
         if found is None:
             return
-        with found.as_directory() as folder:
-            own = Checkpoint(in_trial.place_in(folder), trusted=True)
-            self._manager.payload = own.to_bytes(pickler=pickler_class())
+        self._manager.payload = in_trial.bytes_of(found, pickler_class())
         self._manager.latest_id = self.taken = int(found.get_metadata().get(in_trial.NUMBER, self.taken))
 
     def take(self, number: int) -> Any:

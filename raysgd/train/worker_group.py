@@ -17,7 +17,7 @@ from raysgd.environment import FUNCTION_START_LIMIT, seconds_from_environment, s
 from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.train.backends import Backend, BackendConfig
 from raysgd.train.errors import InactiveWorkerGroupError, TrainingWorkerError
-from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
+from raysgd.train.replica import FunctionReplica
 from raysgd.train.session_functions import Codec
 from raysgd.train.settings import HANG_S
 from raysgd.workers.ray_group import RayGroup
@@ -45,7 +45,8 @@ def make_factory(backend: Backend, kind: type | None, args: Sequence[Any], kwarg
     """Pack what creates the replica of each worker, with an object of the class `kind` if there is
     one."""
     make = None if kind is None else functools.partial(kind, *args, **(kwargs or {}))
-    return pack(FunctionReplicaFactory(Codec(dumps, pickler_class, backend.encode_data, backend.decode_data), make))
+    codec = Codec(dumps, pickler_class, backend.encode_data, backend.decode_data)
+    return pack(functools.partial(FunctionReplica, codec, make))
 
 
 class WorkersChanged(TrainingWorkerError):
