@@ -24,7 +24,7 @@ from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.checkpoint_manager import CheckpointManager, RunCheckpoints
 from raysgd.train.driver import FunctionDriver, TrainingIterator
 from raysgd.train.errors import TrainBackendError
-from raysgd.train.job import FunctionJob, FunctionWorkers, check_function, function_name
+from raysgd.train.job import FunctionJob, FunctionWorkers, check_function
 from raysgd.train.settings import CheckpointConfig, ScalingConfig, without_rays_own
 from raysgd.train.splits import make_splits
 from raysgd.train.worker_group import WorkerGroup
@@ -218,14 +218,10 @@ class Trainer(RunCheckpoints):
             )
         check_function(train_func, None)
         workers = self._executor.workers
-        new_splits = functools.partial(make_splits, dataset, cpus_per_worker=workers.resources.cpus)
-        new_splits()  # raises an error now for something that is not a dataset, and reads no data
+        shards = make_splits(dataset, cpus_per_worker=workers.resources.cpus)
         from raysgd.train.trials import make_function_trainable
 
-        def make_job(config: dict[str, Any]) -> FunctionJob:
-            return FunctionJob(function=train_func, config=config, shards=new_splits())
-
-        return make_function_trainable(function_name(train_func), workers, make_job)
+        return make_function_trainable(workers, FunctionJob(function=train_func, shards=shards))
 
     # -- properties -----------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -32,21 +32,19 @@ from raysgd.train import in_trial
 from raysgd.train.checkpoint import DICT_FILE, Checkpoint, unlist_metadata
 from raysgd.train.checkpoint_manager import CheckpointManager
 from raysgd.train.driver import FunctionDriver, TrainingIterator
-from raysgd.train.job import FunctionJob, FunctionWorkers
+from raysgd.train.job import FunctionJob, FunctionWorkers, function_name
 from raysgd.workers import foreign
 from raysgd.workers.serialization import pickler_class
 
 
-def make_function_trainable(
-    name: str, workers: FunctionWorkers, make_job: Callable[[dict[str, Any]], FunctionJob]
-) -> Any:
-    """Return a Trainable class of this name: `make_job` makes each trial's job from its config."""
+def make_function_trainable(workers: FunctionWorkers, job: FunctionJob) -> Any:
+    """Return a Trainable class, whose trials run the job with their own config."""
 
     def run(config: dict[str, Any]) -> None:
-        perform(workers, make_job(config))
+        perform(workers, replace(job, config=config))
 
     bundles = [{"CPU": 1.0}, *[workers.resources.as_dict()] * workers.num_workers]
-    return wrap_function(tune.with_resources(run, make_placement(bundles)), name=name)
+    return wrap_function(tune.with_resources(run, make_placement(bundles)), name=function_name(job.function))
 
 
 def as_trainable(function: Any) -> Any:
@@ -66,8 +64,10 @@ def perform(workers: FunctionWorkers, job: FunctionJob) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="raysgd-trial-")))
         job = replace(job, checkpoint_config=None, trial=in_trial.describe())
         manager = job.make_manager(folder)
+        if (found := tune.get_checkpoint()) is not None:  # the trial's own, instead of the job's
+            manager.payload = in_trial.bytes_of(found, pickler_class())
+            manager.latest_id = int(found.get_metadata().get(in_trial.NUMBER, manager.latest_id))
         handover = Handover(folder, manager)
-        handover.receive(tune.get_checkpoint())
         executor = FunctionDriver(workers)
         stack.callback(executor.shutdown)
         executor.start(job.hook)
@@ -114,13 +114,6 @@ class Handover:
     def __init__(self, folder: Path, manager: CheckpointManager) -> None:
         self._folder, self._manager = folder, manager
         self.taken = manager.latest_id
-
-    def receive(self, found: Any) -> None:
-        """Start from the trial's own checkpoint and its number, instead of the job's."""
-        if found is None:
-            return
-        self._manager.payload = in_trial.bytes_of(found, pickler_class())
-        self._manager.latest_id = self.taken = int(found.get_metadata().get(in_trial.NUMBER, self.taken))
 
     def take(self, number: int) -> Any:
         """Take this checkpoint for a report, or None if Tune has it. Delete older ones."""
