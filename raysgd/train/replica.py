@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import operator
@@ -14,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -229,17 +228,12 @@ class FunctionReplica:
     def _report(self, *, last: bool = False) -> None:
         """Send a progress message, if it is time for one."""
         if self._control.due(last=last):
-            with self._unstoppable():  # a signal in the middle of a message would send half of it
+            # A signal in the middle of a message would send half of it. The caller looks for a stop after it.
+            stoppable, self._stoppable = self._stoppable, False
+            try:
                 self._control.report(self.progress)
-
-    @contextlib.contextmanager
-    def _unstoppable(self) -> Iterator[None]:
-        """Ignore signals in a block, after which the caller looks for a stop."""
-        stoppable, self._stoppable = self._stoppable, False
-        try:
-            yield
-        finally:
-            self._stoppable = stoppable
+            finally:
+                self._stoppable = stoppable
 
     def _interrupt(self) -> None:
         """Stop the function, because the generation has ended. Called by the control thread."""

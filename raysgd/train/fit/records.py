@@ -55,7 +55,7 @@ class StoredRun:
                 f"a file {SETTINGS}"
             )
         state = _read_state(where / STATE)
-        lines = [_read_line(where / ROWS, number, line) for number, line in enumerate(_read_lines(where / ROWS), 1)]
+        lines = _read_lines(where / ROWS)
         if lines and state["status"] != "running":
             lines[-1]["metrics"]["done"] = True
         return cls(
@@ -85,12 +85,17 @@ def _read_state(place: Any) -> dict[str, Any]:
     return state
 
 
-def _read_line(place: Any, number: int, line: bytes) -> dict[str, Any]:
-    """Read a report, with the number of the newest checkpoint at that time."""
-    found = folders.parse_json(line, f"line {number} of {place}")
-    if not isinstance(found.get("metrics"), dict) or not isinstance(found.get("checkpoint", ""), (int, type(None))):
-        raise CheckpointError(f"{place} is damaged: line {number} is not a report")
-    return found
+def _read_lines(place: Any) -> list[dict[str, Any]]:
+    """Read the reports, each with the number of the newest checkpoint at that time. The last line
+    may be truncated."""
+    reports = []
+    for number, line in enumerate(locations.read(place).split(b"\n")[:-1] if place.is_file() else (), 1):
+        report = folders.parse_json(line, f"line {number} of {place}")
+        metrics, newest = report.get("metrics"), report.get("checkpoint", "")
+        if not isinstance(metrics, dict) or not isinstance(newest, (int, type(None))):
+            raise CheckpointError(f"{place} is damaged: line {number} is not a report")
+        reports.append(report)
+    return reports
 
 
 def _read_settings(where: Any) -> dict[str, bytes]:
@@ -212,13 +217,6 @@ def _make_line(row: dict[str, Any], checkpoint: int | None) -> str:
     """Make the line of a report, which ends with a digest of the rest."""
     report = _with_text_keys({"metrics": row, "checkpoint": checkpoint})
     return folders.dump_json(json.loads(json.dumps(report, default=as_json))).decode() + "\n"
-
-
-def _read_lines(path: Any) -> list[bytes]:
-    """Read the complete lines: the last one may be truncated."""
-    if not path.is_file():
-        return []
-    return list(locations.read(path).split(b"\n")[:-1])
 
 
 def _with_text_keys(value: Any) -> Any:
