@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import pickle
-import platform
 import threading
 import time
 import warnings
@@ -21,11 +20,11 @@ from typing import Any, ClassVar, Literal
 from raysgd.core.control import Control
 from raysgd.core.messages import FunctionReport
 from raysgd.core.metrics import check_metrics
-from raysgd.core.network import own_address
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, described, shown
 from raysgd.storage import folders
 from raysgd.train import dictionaries, in_trial
+from raysgd.train.callbacks import autofill
 from raysgd.train.checkpoint import Checkpoint, is_directory
 from raysgd.train.settings import TIMESTAMP
 
@@ -268,13 +267,8 @@ class Session:
             "_training_iteration": self._reports,
         }
         if self.attempt.detailed:
-            row |= {
-                "_date": time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(now)),
-                "_hostname": platform.node(),
-                "_node_ip": own_address(),
-                "_pid": os.getpid(),
-                "_time_total_s": now - self._began,
-            }
+            full = autofill(self._reports, self._began, self._last, now)
+            row |= {f"_{name}": full[name] for name in ("date", "hostname", "node_ip", "pid", "time_total_s")}
         self._last = now
         return row
 

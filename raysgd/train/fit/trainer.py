@@ -172,9 +172,9 @@ class DataParallelTrainer:
             past, log_dir = StoredRun.read(where), choose_log_dir(where, resume=True)
         record, manager = RunRecord(where, log_dir, name, job.config, past), job.make_manager(where)
         if past is not None:
-            passed = manager.payload
+            initial = manager.payload
             manager.adopt(past.metrics_by_checkpoint())
-            manager.payload = passed if self._overridden else manager.payload
+            manager.payload = initial if self._overridden else manager.payload
         return record, manager
 
     def job(self) -> FunctionJob:
