@@ -96,11 +96,14 @@ class FunctionDriver(RunCheckpoints):
             join_s=limits.join_s,
             collective_s=limits.collective_s,
         )
+        # Packed first: something that cannot be pickled must not leave the port of a group open.
+        factory = make_factory(self._backend, train_cls, train_cls_args, train_cls_kwargs)
+        hook = pack(initialization_hook)
         engine = Engine(
             RayGroup(backend, workers.resources, unreachable_s=limits.unreachable_s),
             backend,
-            make_factory(self._backend, train_cls, train_cls_args, train_cls_kwargs),
-            hook=pack(initialization_hook),
+            factory,
+            hook=hook,
             target=workers.num_workers,
             least=workers.start_with,
             elastic=workers.elastic,

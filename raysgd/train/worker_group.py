@@ -1,4 +1,5 @@
-"""Worker processes that run functions: on all, or on one of them. Driver."""
+"""Worker processes that run functions: on all, or on one of them. Calls a backend's hooks.
+Driver."""
 
 from __future__ import annotations
 

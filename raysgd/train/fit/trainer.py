@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import pickle
 from collections.abc import Callable, Mapping
@@ -30,18 +31,6 @@ from raysgd.workers.serialization import pack
 from raysgd.workers.tracebacks import folding
 
 T = TypeVar("T", bound="DataParallelTrainer")
-SETTINGS = (
-    "train_loop_per_worker",
-    "train_loop_config",
-    "backend_config",
-    "scaling_config",
-    "dataset_config",
-    "run_config",
-    "datasets",
-    "metadata",
-    "resume_from_checkpoint",
-    "initialization_hook",
-)
 TUNABLE = ("train_loop_config", "scaling_config", "datasets", "metadata", "resume_from_checkpoint")
 
 
@@ -282,9 +271,10 @@ class DataParallelTrainer:
         past = StoredRun.read(place(path))
         if past.trainer != cls.__name__:
             raise ConfigError(f"the run at {place(path)} belongs to a {past.trainer}: call {past.trainer}.restore(...)")
-        unknown = sorted(set(overrides) - set(SETTINGS))
+        settings = list(inspect.signature(DataParallelTrainer).parameters)
+        unknown = sorted(set(overrides) - set(settings))
         if unknown:
-            raise ConfigError(f"restore() has no argument {unknown[0]!r}; it takes {', '.join(SETTINGS)}")
+            raise ConfigError(f"restore() has no argument {unknown[0]!r}; it takes {', '.join(settings)}")
         names = [name for name in _unpickle(past.settings["datasets"]) if name not in (overrides.get("datasets") or {})]
         if names:
             raise ConfigError(
