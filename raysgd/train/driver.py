@@ -199,7 +199,7 @@ class FunctionDriver(RunCheckpoints):
     def fetch_next_round(self, on_poll: Callable[[], None] = lambda: None) -> RoundResult | None:
         """Fetch the next round with the number of the newest checkpoint at that time. `on_poll` is
         called regularly while this waits, and before it returns."""
-        return self._require_run("fetch_next_result").fetch_next_round(on_poll)
+        return self._require_run("fetch_next_result").next_round(on_poll)
 
     def finish_training(self) -> list[Any]:
         """Wait for the function, also with rounds left. Return what every rank returned."""
@@ -322,7 +322,7 @@ class TrainingIterator:
         run = self._run
         assert run is not None
         try:
-            result = run.fetch_next_round(self._report_recoveries)
+            result = run.next_round(self._report_recoveries)
             if result is not None:
                 self._report_round(result)
                 return result

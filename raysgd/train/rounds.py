@@ -263,21 +263,17 @@ class FunctionRun:
 
     # -- the user's thread ----------------------------------------------------------------------------
 
-    def next_round(self, timeout: float) -> RoundResult | None:
-        """Take the next round, None at the end. Raise queue.Empty after the timeout."""
-        result = self._complete.get(timeout=timeout)
-        if result is None:
-            self._complete.put(None)
-        return result
-
-    def fetch_next_round(self, on_poll: Callable[[], None]) -> RoundResult | None:
-        """Wait for the next round. Raise the error that ended the run."""
+    def next_round(self, on_poll: Callable[[], None] = lambda: None) -> RoundResult | None:
+        """Wait for the next round, and take it; None: the function has ended. Raise the error that
+        ended the run. `on_poll` is called regularly meanwhile, and before this returns."""
         while True:
             try:
-                result = self.next_round(POLL_S)
+                result = self._complete.get(timeout=POLL_S)
             except queue.Empty:
                 on_poll()
                 continue
+            if result is None:
+                self._complete.put(None)  # for the next call
             on_poll()
             if result is None and self.error is not None:
                 raise self.error

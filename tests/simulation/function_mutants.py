@@ -51,9 +51,9 @@ def show_the_rows_of_a_round_in_another_order(patch: Patch) -> None:
 def lose_a_round_that_has_come_when_the_function_ends(patch: Patch) -> None:
     original = FunctionRun.next_round
 
-    def next_round(self: FunctionRun, timeout: float) -> RoundResult | None:
-        result = original(self, timeout)
-        return result if result is None or not self.values else original(self, timeout)
+    def next_round(self: FunctionRun, on_poll: Callable[[], None]) -> RoundResult | None:
+        result = original(self, on_poll)
+        return result if result is None or not self.values else original(self, on_poll)
 
     patch.setattr(FunctionRun, "next_round", next_round)
 
@@ -62,10 +62,10 @@ def lose_a_round_that_has_come_when_the_function_ends(patch: Patch) -> None:
 def show_a_round_twice(patch: Patch) -> None:
     original, last = FunctionRun.next_round, {}  # type: Any, dict[int, RoundResult]
 
-    def next_round(self: FunctionRun, timeout: float) -> RoundResult | None:
+    def next_round(self: FunctionRun, on_poll: Callable[[], None]) -> RoundResult | None:
         if last.get(self.number) is not None:
             return last.pop(self.number)
-        result: RoundResult | None = original(self, timeout)
+        result: RoundResult | None = original(self, on_poll)
         if result is not None and result.rows[0]["step"] == 1:
             last[self.number] = result
         return result
