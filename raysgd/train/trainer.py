@@ -176,8 +176,7 @@ class Trainer(RunCheckpoints):
     ) -> tuple[FunctionJob, CheckpointManager, Callable[[], None]]:
         """Make the next run of this trainer, what keeps its checkpoints, and what is called when it
         begins."""
-        # Other trainers may have made runs here since the last one.
-        name = f"run_{1 + max(_find_newest_run(self.storage), _find_newest_run(self.logdir)):03d}"
+        name = f"run_{self._find_next():03d}"
         job = FunctionJob(
             function=train_func,
             config=config,
@@ -261,6 +260,10 @@ class Trainer(RunCheckpoints):
     def load_checkpoint_from_path(checkpoint_file_path: str | Place) -> dict[str, Any]:
         """Load the dictionary of the checkpoint stored at `checkpoint_file_path`."""
         return Checkpoint.from_uri(checkpoint_file_path).to_dict()
+
+    def _find_next(self) -> int:
+        """The number of the next run: other trainers may have made runs here since the last one."""
+        return 1 + max(_find_newest_run(self.storage), _find_newest_run(self.logdir))
 
     @property
     def checkpoint_manager(self) -> CheckpointManager | None:
