@@ -30,7 +30,7 @@ LAYERS = {
     "4": "torch/trainer torch/setup torch/strategies torch/checkpoint/sharded tf/trainer train/trainer train/executor "
     "train/driver train/job train/rounds train/worker_group train/fit/trainer train/fit/frameworks train/splits "
     "train/trials training/call_runner training/description training/named training/trainer_base training/loads "
-    "training/saves tune horovod/strategy",
+    "training/loops training/saves tune horovod/strategy",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__ "
     "train/torch train/tensorflow train/horovod train/lightning",
     "5b": "operators cli compat demo",
@@ -64,18 +64,27 @@ SIBLINGS = {
         "torch/strategies",
         "training/call_runner",
         "training/description",
+        "training/loops",
         "training/named",
         "training/saves",
         "training/trainer_base",
     },
     "torch/checkpoint/sharded": {"training/loads", "training/saves"},
-    "tf/trainer": {"training/call_runner", "training/description", "training/named", "training/trainer_base"},
+    "tf/trainer": {
+        "training/call_runner",
+        "training/description",
+        "training/loops",
+        "training/named",
+        "training/trainer_base",
+    },
+    "training/loops": {"training/call_runner", "training/loads", "training/saves"},
     "training/named": {"training/call_runner"},
     "training/description": {"training/call_runner", "training/named"},
     "training/trainer_base": {
         "training/call_runner",
         "training/description",
         "training/loads",
+        "training/loops",
         "training/named",
         "training/saves",
     },

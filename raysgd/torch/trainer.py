@@ -38,7 +38,6 @@ from raysgd.training.loops import opened_folder
 from raysgd.training.named import checked_name
 from raysgd.training.seeding import DrawnAnew
 from raysgd.training.trainer_base import TrainerBase
-from raysgd.training.within_call import Contents
 
 logger = logging.getLogger("raysgd")
 
@@ -242,18 +241,10 @@ class TorchTrainer(TrainerBase):
             self._loops.end_part()
         return self._loads.newest(wait)
 
-    def _start_save(self, path: str) -> Callable[[], Any]:
-        finish = super()._start_save(path)
-        self._loads.saves(path)
-        return finish
-
     @exclusive
     def _not_finite(self) -> str:
         found: list[str] = self._values(replica_calls.not_finite)
         return max(found)
-
-    def _saved_within(self, path: str, contents: Contents) -> None:
-        self._loads.saved_within(path, contents)
 
     def _load_automatic(self, path: str) -> None:
         assert self._folder is not None

@@ -23,6 +23,7 @@ from raysgd.storage.remote import Uri
 from raysgd.storage.seen import SeenFile, UnseenError, kept_open, readable, verified_file
 from raysgd.training import loading
 from raysgd.training.seeding import DrawnAnew
+from raysgd.training.within_call import Contents
 
 logger = logging.getLogger("raysgd")
 
@@ -148,6 +149,12 @@ class Loads:
             file.seek(0)
             data = file.read()
         self._restore(data, take, trusted=trusted)
+
+    def saves(self, path: str) -> None:
+        """Note that the present state is being saved as an automatic checkpoint."""
+
+    def saved_within(self, path: str, contents: Contents) -> None:
+        """Note that an automatic checkpoint within a call is complete."""
 
     def take(self, method: Callable[..., Any], arguments: dict[str, Any]) -> None:
         """Load a state on all ranks. If one of them refuses it, none loads it, and the reason is

@@ -5,17 +5,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from raysgd.callbacks.history import History
 from raysgd.config import object_of
-from raysgd.core.metrics import Measured, unmeasured
+from raysgd.core.metrics import unmeasured
+from raysgd.core.outcomes import Ok
+from raysgd.core.progress import Progress
+from raysgd.engine.call import EARLIER, PartialResults
+from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, ConfigError, counted
 from raysgd.training.auto_checkpoint import AutoCheckpoint, CheckpointFolder, SavedPlace, is_finite, measured_in
+from raysgd.training.call_runner import CallRunner, exclusive
+from raysgd.training.loads import Loads
+from raysgd.training.saves import SaveHandle, Saves
 from raysgd.training.within_call import Contents, Schedule, WithinCall
+from raysgd.workers.worker_group import TransferProtocol
 
 logger = logging.getLogger("raysgd")
 
@@ -56,73 +62,39 @@ def opened_folder(checkpoints: Any, resume: Any, suffix: str) -> CheckpointFolde
     return folder
 
 
-@dataclass(frozen=True)
-class CallOfTrain:
-    """What checkpoints within a call of `train` need of the trainer.
-
-    part      returns the step with which a part of the call begins, of how many ranks, and what the
-              parts before have measured
-    listen    lets a function answer the ranks, and returns the name under which they ask it
-    hand_out  begins a save, and returns the arguments of the workers' part and its handle
-    written   is called when the checkpoint with this path is complete
-    resume    lets the next call continue one that had measured this up to a step
-    fail      ends the call with this error
-    """
-
-    part: Callable[[], tuple[int, int, Sequence[Sequence[Measured]]]]
-    listen: Callable[[Callable[[Any], Any]], str]
-    hand_out: Callable[[str], tuple[dict[str, Any], Any]]
-    written: Callable[[str, Contents], None]
-    resume: Callable[[Measured, int], None]
-    fail: Callable[[BaseException], None]
-
-
 class EpochLoops:
     """Owns where the script is in its loops over `epochs()`, and when the next automatic checkpoint
     is due.
 
-    step       returns how many batches have been trained
-    start      copies the state, and returns a function that waits until it is in the file of this
-               path
-    within     what checkpoints within a call of `train` need of the trainer
-    stop       returns whether a callback wants the loop to end, once not_finite returns the name of
-               a parameter that is not finite, if there is one
-    begun      is called with the number of the loop and its epochs that are done when a body
-               begins, and returns how many rows the history has of it already
-    script     returns what a checkpoint's record has of the script: `made`, the calls of the
-               running body, and `wants`, which callbacks want the loop to end
+    not_finite  returns the name of a parameter that is not finite, if there is one
     """
 
     def __init__(
         self,
         folder: CheckpointFolder | None,
-        history: History,
+        engine: Engine,
+        calls: CallRunner,
+        saves: Saves,
+        loads: Loads,
         *,
-        step: Callable[[], int],
-        start: Callable[[str], Callable[[], Any]],
-        within: CallOfTrain,
-        stop: Callable[[], bool],
         not_finite: Callable[[], str],
-        begun: Callable[[int, int], int],
-        script: Callable[[], dict[str, Any]],
     ) -> None:
-        self._folder, self._history = folder, history
-        self._step, self._start, self._stop, self._train = step, start, stop, within
-        self._begun, self._script, self._not_finite = begun, script, not_finite
+        self._folder, self._engine, self._calls = folder, engine, calls
+        self._saves, self._loads, self._not_finite = saves, loads, not_finite
         self._loop, self._done, self._count = 0, 0, 0
-        self._resumed: SavedPlace | None = None
+        self.resumed: SavedPlace | None = None  # where the state was saved or left with which this trainer began
         self._is_inside = False  # whether the body that was running had not ended
         self._is_closed = False
-        self._is_attached = False  # whether another script has left it
         self._rows_before: int | None = None  # of the history, when the body of the loop began; None outside of it
-        self._calls = 0  # of `train` in this body
+        self._trained = 0  # how many calls of `train` this body has made
         self._begins = False  # whether the next call is the first one of a loop that no checkpoint continues
         self._left = 0  # the epoch in which a loop was left, after it had trained
         every = "epoch" if folder is None else folder.settings.every
         self._schedule = Schedule(every, time.monotonic, at=time.monotonic())
         self._saves_within = False  # the running call
         self._within: WithinCall | None = None  # the part of a call that is running
-        self._handle: Any = None  # of the newest save within a call
+        self._asked: TransferProtocol | None = None  # by workers in that part
+        self._handle: SaveHandle | None = None  # of the newest save within a call
         self._resumes_call = False  # whether the next call continues the one in which the checkpoint was made
 
     @property
@@ -131,24 +103,25 @@ class EpochLoops:
         return None if self._rows_before is None else self._count
 
     @property
-    def resumed(self) -> SavedPlace | None:
-        """The checkpoint from which this trainer has resumed."""
-        return self._resumed
+    def _step(self) -> int:
+        """How many batches have been trained."""
+        return self._engine.progress.step
 
-    @property
-    def place(self) -> tuple[int, int]:
-        """The loop in which this trainer has resumed, and how many of its epochs were done."""
-        return (0, 0) if self._resumed is None else (self._resumed.loop, self._resumed.done)
+    def begin(self, load: Callable[[str], None]) -> None:
+        """Take the folder. Continue where another script has left the workers, or load the newest
+        checkpoint, if that is wanted."""
+        folder, place = self._folder, self._calls.place
+        if folder is not None:
+            folder.claim()
+        if self._calls.attached:
+            self.resumed, self._is_inside = SavedPlace(place.loop, place.done, self._step), True
+        elif folder is not None and folder.resumes:
+            self._resume(folder, load)
 
-    def attach(self, loop: int, done: int) -> None:
-        """Continue where another script has left this trainer's workers."""
-        self._resumed, self._is_inside, self._is_attached = SavedPlace(loop, done, self._step()), True, True
-
-    def resume(self, load: Callable[[str], None]) -> dict[str, Any] | None:
-        """Load the newest checkpoint that is not damaged, if there is any. Return its record."""
-        folder, tried = self._folder, ""
-        for place in folder.newest_first() if folder is not None else ():
-            assert folder is not None
+    def _resume(self, folder: CheckpointFolder, load: Callable[[str], None]) -> None:
+        """Load the newest checkpoint that is not damaged, if there is any."""
+        tried = ""
+        for place in folder.newest_first():
             path = folder.path(place) or ""
             try:
                 load(path)
@@ -162,46 +135,50 @@ class EpochLoops:
                 continue
             for damaged in [newer for newer in folder.newest_first() if newer > place]:
                 folder.forget(damaged)
-            self._resumed, self._schedule.step = place, place.step
-            done = counted(place.done, "epoch"), counted(place.step, "batch", "batches")
-            logger.warning("training resumes from %s, after %s and %s in all", path, *done)
-            record = folder.record(place)
-            self._is_inside = record.get("made") is not None
-            if not record.get("finite", True):
-                logger.warning(NOT_FINITE, path)
-            if (measured := measured_in(record)) is not None:
-                self._resumes_call = True
-                self._train.resume(measured, place.step)
-            return record
+            return self._continue_from(place, path, folder.record(place))
         if tried:
             raise CheckpointError(
                 f"all checkpoints in {folder} are damaged: to start from the beginning, pass another path"
             )
-        return None
+        logger.warning("training starts from the beginning: there is no checkpoint in %s", folder)
+
+    def _continue_from(self, place: SavedPlace, path: str, record: Mapping[str, Any]) -> None:
+        """Continue where the script was when the checkpoint with this record was made."""
+        self.resumed, self._schedule.step = place, place.step
+        done = counted(place.done, "epoch"), counted(place.step, "batch", "batches")
+        logger.warning("training resumes from %s, after %s and %s in all", path, *done)
+        self._is_inside = record.get("made") is not None
+        if not record.get("finite", True):
+            logger.warning(NOT_FINITE, path)
+        if (measured := measured_in(record)) is not None:
+            self._resumes_call = True
+            self._engine.continue_call(PartialResults((Ok(measured, Progress(step=place.step)),), EARLIER))
+        self._calls.resume(record["history"], record.get("wants") or ())
+        self._calls.place.resume(place.loop, place.done, record.get("made") or ())
 
     def refuse_load(self, call: str) -> None:
         """Raise an error for a load that would replace the state with which the trainer has
         resumed."""
-        if self._resumed is None or self._resumed.loop == 0 or self._loop > 0:
+        if self.resumed is None or self.resumed.loop == 0 or self._loop > 0:
             return
-        if self._is_attached:
+        if self._calls.attached:
             raise ConfigError(
                 f"the trainer has taken over the workers of the last script, and {call} would replace their state: call it only "
                 "if there was none. Write `if not trainer.attached:` before it"
             )
         assert self._folder is not None
         raise ConfigError(
-            f"the trainer has resumed from {self._folder.path(self._resumed)}, and {call} would replace that: call it only "
+            f"the trainer has resumed from {self._folder.path(self.resumed)}, and {call} would replace that: call it only "
             "if trainer.resumed_from is None"
         )
 
     def note_load(self) -> None:
         """Count the batches to the next checkpoint from a loaded state on."""
-        self._schedule.step = self._step()
+        self._schedule.step = self._step
 
     def note_change(self, call: str) -> None:
         """Warn of a change of the state between two loops that an earlier script has made there."""
-        saved = self._resumed
+        saved = self.resumed
         if saved is not None and self._rows_before is None and 0 < self._loop < saved.loop:
             logger.warning(
                 "%s is called after loop %d over trainer.epochs(), but training was in loop %d when the script ended. A restarted "
@@ -218,9 +195,9 @@ class EpochLoops:
         """Yield the numbers of the epochs of this loop that are not done yet, from 1 to `count`."""
         self._loop += 1
         self._rows_before, self._count = None, count
-        number, saved = self._loop, self._resumed
+        number, saved = self._loop, self.resumed
         done = 0 if saved is None or number > saved.loop else saved.done if number == saved.loop else count
-        if done and number == (saved.loop if saved else 0) and not self._is_inside and self._stop():
+        if done and number == (saved.loop if saved else 0) and not self._is_inside and self._calls.take_stop():
             return  # it was ended by a callback, and the script was killed afterwards
         if saved is not None and number < saved.loop:
             logger.warning(NO_EPOCHS, number, saved.loop)
@@ -228,8 +205,8 @@ class EpochLoops:
             logger.warning(ALL_DONE, count)
         self._begins, self._left = saved is None or number > saved.loop, 0
         for epoch in range(done + 1, count + 1):
-            self._done, self._calls = epoch - 1, 0
-            self._rows_before = len(self._history) - self._begun(number, epoch - 1)
+            self._done, self._trained = epoch - 1, 0
+            self._rows_before = len(self._calls.history) - self._calls.begin_body(number, epoch - 1)
             try:
                 yield epoch
                 rows_before = self._rows_before
@@ -238,14 +215,14 @@ class EpochLoops:
                         "a loop over trainer.epochs() must not begin inside another one: end the first one"
                     )
             except GeneratorExit:  # by `break`, or an error: that is known when the trainer ends
-                self._left = epoch if number == self._loop and self._calls else self._left
+                self._left = epoch if number == self._loop and self._trained else self._left
                 raise
             finally:
                 if number == self._loop:
                     self._rows_before = None
             self._done = epoch
-            script = {**self._script(), "made": None}
-            stops = self._stop()
+            script = {"made": None, "wants": self._calls.wants}
+            stops = self._calls.take_stop()
             self._after_body(rows_before, script, last=stops or epoch == count)
             if stops:
                 break
@@ -258,14 +235,14 @@ class EpochLoops:
             return
         score = self._score(rows_before, folder.settings.best)
         self.end_part()
-        step = self._step()
+        step = self._step
         if last or folder.settings.every == "epoch" or self._schedule.is_due(step) or folder.improves(score):
-            finite = all(map(is_finite, [*self._history[rows_before:], {"loss": score}]))
+            finite = all(map(is_finite, [*self._calls.history[rows_before:], {"loss": score}]))
             if finite and (parameter := self._not_finite()):
                 logger.warning(WEIGHTS_NOT_FINITE, parameter)
                 finite = False
             place = self._place_at(step)
-            save = partial(folder.save, place, score, self._history, self._start, script, finite=finite)
+            save = partial(folder.save, place, score, self._calls.history, self._start_save, script, finite=finite)
             save()
             if last:
                 folder.wait()
@@ -273,11 +250,19 @@ class EpochLoops:
                     save()
             self._schedule.note_save(step)
 
+    @exclusive
+    def _start_save(self, path: str) -> Callable[[], Any]:
+        """Copy the state. Return a function that returns when the file is complete."""
+        handle = self._saves.save(path, blocking=False)
+        assert isinstance(handle, SaveHandle)
+        self._loads.saves(path)
+        return handle.result
+
     def _score(self, rows_before: int, name: str | None) -> float | None:
         """Find the newest value of a metric that was measured in this body. Raise an error if a
         validation did not measure it."""
         own = name is not None and name.startswith("test_")  # or else a test does not choose the model
-        rows = [row for row in self._history[rows_before:] if own or row["kind"] != "test"]
+        rows = [row for row in self._calls.history[rows_before:] if own or row["kind"] != "test"]
         found = [row[name] for row in rows if isinstance(row.get(name), (int, float))] if name is not None else []
         if found or name is None:
             return float(found[-1]) if found else None
@@ -324,8 +309,8 @@ class EpochLoops:
                 "with checkpoints=AutoCheckpoint(...), train() must be called in a loop over trainer.epochs(n), which makes "
                 "the checkpoints: write `for epoch in trainer.epochs(10):`, or call trainer.fit(10)"
             )
-        self._calls += 1
-        self._saves_within = self._schedule.every != "epoch" and self._calls == 1 and num_steps is None
+        self._trained += 1
+        self._saves_within = self._schedule.every != "epoch" and self._trained == 1 and num_steps is None
         continues, self._resumes_call = self._resumes_call, False
         begins, self._begins = self._begins and inside, False
         return {"epochs": self.epochs, "continues": continues, "begins": begins}
@@ -338,20 +323,25 @@ class EpochLoops:
     @property
     def call(self) -> tuple[int, int, int]:
         """A key of the newest call of `train`."""
-        return self._loop, self._done, self._calls
+        return self._loop, self._done, self._trained
 
     def begin_part(self, call: tuple[int, int, int]) -> dict[str, Any]:
         """Make further arguments of the workers' call with this key, whenever it is made. Within an
         earlier one, which is made again, the script has no place to which a checkpoint belongs."""
         self.end_part()
-        more: dict[str, Any] = {}
-        if self._saves_within and call == self.call:
-            step, ranks, before = self._train.part()
-            self._within = WithinCall(
-                self._schedule, self._start_within, self._train.fail, step=step, ranks=ranks, before=before
-            )
-            more["asks"] = {"transfer": self._train.listen(self._within.answer), "step": self._within.first}
-        return more
+        if not self._saves_within or call != self.call:
+            return {}
+        engine = self._engine
+        before = [part.values for part in engine.measured]
+        step, ranks = engine.progress.step, engine.world_size
+        self._within = WithinCall(
+            self._schedule, self._start_within, engine.cancel, step=step, ranks=ranks, before=before
+        )
+        if self._asked is not None:
+            self._asked.close()
+        self._asked = engine.group.transfer()
+        self._asked.answer = self._within.answer
+        return {"asks": {"transfer": self._asked.name, "step": self._within.first}}
 
     def end_part(self) -> None:
         """Note that no worker makes a checkpoint until the call is made again."""
@@ -375,18 +365,18 @@ class EpochLoops:
             return None
 
         def start(path: str) -> Callable[[], Any]:
-            given, self._handle = self._train.hand_out(path)
+            given, self._handle = self._saves.hand_out(path)
             arguments.update(given)
-            return lambda handle=self._handle: handle.result()  # type: ignore[misc]
+            return self._handle.result
 
         folder.save(
             self._place_at(contents.progress.step),
             None,
-            self._history,
+            self._calls.history,
             start,
-            self._script(),
+            {"made": self._calls.place.as_json(), "wants": self._calls.wants},
             measured=lambda: contents.wait().call,
-            written=lambda path: self._train.written(path, contents),
-            fail=self._train.fail,
+            written=lambda path: self._loads.saved_within(path, contents),
+            fail=self._engine.cancel,
         )
         return arguments

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,29 +17,23 @@ from raysgd.callbacks.base import Kind
 from raysgd.callbacks.history import History
 from raysgd.callbacks.printing import epoch_line
 from raysgd.config import at_least, check_flags
-from raysgd.core.metrics import Measured
-from raysgd.core.outcomes import Ok
 from raysgd.core.policy import Recovery
-from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.speed import Speed
-from raysgd.engine.call import EARLIER, Job, PartialResults
-from raysgd.engine.engine import Engine
+from raysgd.engine.call import Job
 from raysgd.errors import ConfigError, explain_missing, suggesting
 from raysgd.training import evaluation
 from raysgd.training.arguments import check_call
 from raysgd.training.call_runner import exclusive
 from raysgd.training.description import GivenConfig, RunDescription, build
 from raysgd.training.loads import Loads
-from raysgd.training.loops import CallOfTrain, EpochLoops
+from raysgd.training.loops import EpochLoops
 from raysgd.training.replica_base import ReplicaBase
-from raysgd.training.saves import SaveHandle, Saves
+from raysgd.training.saves import Saves
 from raysgd.training.seeding import DrawnAnew
 from raysgd.training.user_functions import apply, apply_operator
-from raysgd.training.within_call import Contents
 from raysgd.workers.inline_group import InlineGroup
 from raysgd.workers.serialization import pack
-from raysgd.workers.transfer import AnyTransfer
 
 logger = logging.getLogger("raysgd")
 
@@ -62,21 +56,8 @@ class TrainerBase(ABC):
         self._saves, self._folder = Saves(engine), described.folder
         self._loads = self._make_loads(calls.drawn_anew)
         self._predictions = 0  # that this script has made
-        self._asked: AnyTransfer | None = None  # by workers, in the middle of a call
-        self._loops = EpochLoops(
-            described.folder,
-            calls.history,
-            step=lambda: engine.progress.step,
-            start=self._start_save,
-            within=self._call_of_train(engine),
-            stop=calls.take_stop,
-            not_finite=self._not_finite,
-            begun=calls.begin_body,
-            script=lambda: {"made": calls.place.as_json(), "wants": calls.wants},
-        )
+        self._loops = EpochLoops(described.folder, engine, calls, self._saves, self._loads, not_finite=self._not_finite)
         calls.start(engine)
-        if self.attached:
-            self._loops.attach(calls.place.loop, calls.place.done)
         self._begin()
         calls.begun(self._stop)
 
@@ -98,18 +79,8 @@ class TrainerBase(ABC):
         return self._calls.attached
 
     def _begin(self) -> None:
-        """Load the newest automatic checkpoint, if there is one and it is wanted."""
         try:
-            if self._folder is not None:
-                self._folder.claim()
-            if self._folder is None or not self._folder.resumes or self.attached:
-                return
-            record = self._loops.resume(self._load_automatic)
-            if record is not None:
-                self._calls.resume(record["history"], record.get("wants") or ())
-                self._calls.place.resume(*self._loops.place, record.get("made") or ())
-            else:
-                logger.warning("training starts from the beginning: there is no checkpoint in %s", self._folder)
+            self._loops.begin(self._load_automatic)
         except BaseException as error:
             self._calls.note_exit(error)
             self._stop(force=True)
@@ -208,35 +179,9 @@ class TrainerBase(ABC):
         the beginning."""
         return None if self._folder is None else self._folder.path(self._loops.resumed)
 
-    @exclusive
-    def _start_save(self, path: str) -> Callable[[], Any]:
-        """Copy the state. Return a function that returns when the file is complete."""
-        handle = self._saves.save(path, blocking=False)
-        assert isinstance(handle, SaveHandle)
-        return handle.result
-
     def _not_finite(self) -> str:
         """The name of a parameter that is not finite, if there is one and that is known."""
         return ""
-
-    def _call_of_train(self, engine: Engine) -> CallOfTrain:
-        def part() -> tuple[int, int, Sequence[Sequence[Measured]]]:
-            return engine.progress.step, engine.world_size, [part.values for part in engine.measured]
-
-        def listen(answer: Callable[[Any], Any]) -> str:
-            if self._asked is not None:
-                self._asked.close()
-            self._asked = engine.group.transfer()
-            self._asked.answer = answer
-            return self._asked.name
-
-        def resume(measured: Measured, step: int) -> None:
-            engine.continue_call(PartialResults((Ok(measured, Progress(step=step)),), EARLIER))
-
-        return CallOfTrain(part, listen, self._saves.hand_out, self._saved_within, resume, engine.cancel)
-
-    def _saved_within(self, path: str, contents: Contents) -> None:  # noqa: B027 - it is optional
-        """Called when an automatic checkpoint within a call is complete."""
 
     @abstractmethod
     def _load_automatic(self, path: str) -> None:

@@ -6,7 +6,6 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -468,7 +467,7 @@ def test_a_save_that_fails_is_raised(tmp_path: Path) -> None:
 def test_a_worker_that_fails_while_it_writes_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And the last checkpoint is made again, because no later one follows."""
     with started(tmp_path) as trainer:
-        start, begun = trainer._loops._start, list[str]()
+        start, begun = trainer._loops._start_save, list[str]()
 
         def fail_once(path: str) -> Callable[[], Any]:
             finish = start(path)
@@ -478,7 +477,7 @@ def test_a_worker_that_fails_while_it_writes_is_no_error(tmp_path: Path, caplog:
         def fail() -> None:
             raise WriterFailed("the worker that was sending the checkpoint failed (gone)")
 
-        trainer._loops._start = fail_once
+        trainer._loops._start_save = fail_once
         trainer.fit(2)
         assert trainer.latest_checkpoint == str(tmp_path / f"loop1-epoch00002-step{2 * STEPS:09}.pt")
         assert [each.name for each in tmp_path.glob("*.json")] == [f"loop1-epoch00002-step{2 * STEPS:09}.json"]
@@ -489,13 +488,13 @@ def test_a_worker_that_fails_while_it_writes_is_no_error(tmp_path: Path, caplog:
 def test_a_recovery_does_not_wait_for_a_checkpoint_that_no_worker_has_begun(tmp_path: Path) -> None:
     with started(tmp_path, every=1) as trainer:
         loops, waits, jobs = trainer._loops, list[bool](), list[Any]()
-        begin = loops._train.hand_out
+        begin = trainer._saves.hand_out
 
         def hand_out(path: str) -> Any:
             waits.append(jobs[0].is_waiting())
             return begin(path)
 
-        loops._train = replace(loops._train, hand_out=hand_out)
+        trainer._saves.hand_out = hand_out
         for _ in trainer.epochs(1):
             jobs.append(job := trainer._train_job(None, False, None, 3))
             job.prepare()

@@ -68,14 +68,12 @@ class ShardedLoads(Loads):
         return self._saved[0][1] if complete or (self._saved and not wait) else None
 
     def saves(self, path: str) -> None:
-        """Note that the present state is being saved as an automatic checkpoint."""
         assert self._folder is not None
         if self._is_sharded:
             again = partial(self._load, path, trusted=self._folder.settings.trusted)
             self._saved.append((path, self._snapshot(again, None)))
 
     def saved_within(self, path: str, contents: Contents) -> None:
-        """Note that an automatic checkpoint within a call is complete."""
         assert self._folder is not None
         if self._is_sharded:
             again = partial(self._load, path, trusted=self._folder.settings.trusted)
