@@ -28,6 +28,7 @@ from raysgd.training.within_call import Contents
 logger = logging.getLogger("raysgd")
 
 Take = Callable[[Callable[..., Any], dict[str, Any]], None]  # call a replica's function on all ranks
+Again = Callable[[Take], Any]  # load a state with it
 
 
 class Loads:
@@ -36,31 +37,26 @@ class Loads:
     def __init__(self, engine: Engine, drawn_anew: DrawnAnew) -> None:
         self._engine, self._drawn_anew = engine, drawn_anew
         self._count = 0  # the number of the newest load
-        # Of the newest load: what loads that again, whatever is there now, and what a checkpoint does not have.
-        self._again: Callable[[Take], None] | None = None
-        self._unsaved: Any = None
+        self._unsaved: Any = None  # what the checkpoint of the newest load does not have
 
     def load(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
-        self._again = None
-        self._load(path, self.take, trusted=trusted)
+        kept = self._load(path, self.take, trusted=trusted)
         where = locations.place(path)
         where = where.absolute() if isinstance(where, Path) else where
-        self._loaded(partial(self._load, where, trusted=trusted), where)
+        self._loaded(partial(self._load, where, trusted=trusted), where, kept)
 
     def restore(self, data: Any, *, trusted: bool = False) -> None:
-        self._again = None
         self._restore(data, self.take, trusted=trusted)
         self._loaded(partial(self._restore, data, trusted=trusted))
 
-    def _loaded(self, again: Callable[[Take], None], where: locations.Place | None = None) -> None:
+    def _loaded(self, again: Again, where: locations.Place | None = None, kept: Again | None = None) -> None:
         """Note that all ranks have loaded a state, which this loads again, from a place if it is
-        not in memory."""
-        kept, self._again = self._again, None
+        not in memory. What was `kept` of it loads it, whatever is there then."""
         self._engine.keep_load(self._snapshot(kept or again, self._count, unsaved=self._unsaved))
 
     def _snapshot(
         self,
-        again: Callable[[Take], None],
+        again: Again,
         loads: int | None,
         *,
         at: Progress | None = None,
@@ -94,28 +90,28 @@ class Loads:
                     f"the workers have changed, and the checkpoint from which training would continue cannot be loaded: {error}. "
                     "Create a new trainer, and load another checkpoint"
                 ) from error
-            finally:
-                self._again = None
             return True
 
         return Snapshot(progress=at, call=at.call, load=load)
 
-    def _load(self, path: str | os.PathLike[str] | Uri, take: Take, *, trusted: bool) -> None:
+    def _load(self, path: str | os.PathLike[str] | Uri, take: Take, *, trusted: bool) -> Again | None:
+        """Return what loads it again, whatever is there then; None for a folder."""
         where = locations.usable_place(path)
         if isinstance(where, Uri):
             remote.check_scheme(where)
-        has_checksums = True  # a folder has digests
+        kept, has_checksums = None, True  # a folder has digests
         try:
             with readable():
                 is_folder = where.is_dir()
             if is_folder:
                 self._load_folder(where, take, trusted=trusted)
             else:
-                has_checksums = self._load_file(where, take, trusted=trusted)
+                kept, has_checksums = self._load_file(where, take, trusted=trusted)
         except CheckpointError as error:
             raise CheckpointError(str(error) if str(where) in str(error) else f"{where}: {error}") from error
         if not has_checksums:
             locations.warn_without_checksums(where)
+        return kept
 
     def _load_folder(self, folder: locations.Place, take: Take, *, trusted: bool) -> None:
         raise CheckpointError("it is a directory: pass load() the file that save() wrote")
@@ -123,24 +119,22 @@ class Loads:
     def _restore(self, data: Any, take: Take, *, trusted: bool) -> None:
         take(loading.restore, {"source": Blob(data), "trusted": trusted})
 
-    def _load_file(self, where: locations.Place, take: Take, *, trusted: bool) -> bool:
-        """Let the workers read the file themselves, if they all see it. Return whether it has
-        checksums."""
+    def _load_file(self, where: locations.Place, take: Take, *, trusted: bool) -> tuple[Again, bool]:
+        """Let the workers read the file themselves, if they all see it. Return what loads it again,
+        and whether it has checksums."""
         if isinstance(where, Path):
             file = kept_open(where)
             seen, has_checksums = verified_file(file, where)
             if seen is not None:
                 try:
                     take(loading.restore, {"source": seen, "trusted": trusted})
-                    self._again = partial(self._restore_file, file, seen, trusted=trusted)
-                    return has_checksums
+                    return partial(self._restore_file, file, seen, trusted=trusted), has_checksums
                 except UnseenError:
                     logger.debug("a worker does not see %s, or cannot read it, so the driver sends its content", where)
         data = locations.read(where)
         has_checksums = checksums.verify(data)
         self._restore(data, take, trusted=trusted)
-        self._again = partial(self._restore, data, trusted=trusted)
-        return has_checksums
+        return partial(self._restore, data, trusted=trusted), has_checksums
 
     def _restore_file(self, file: BinaryIO, seen: SeenFile, take: Take, *, trusted: bool) -> None:
         with readable():

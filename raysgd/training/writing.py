@@ -33,10 +33,10 @@ class DraftFile:
     path: str
     mark: bytes
 
-    def open(self) -> DurableFile | None:
+    def open(self) -> _OpenDraft | None:
         """The file, emptied, or None if this process cannot write it."""
         try:
-            file = DurableFile(self.path, "r+b")
+            file = _OpenDraft(self.path, "r+b")
         except OSError:
             return None
         if file.read(len(self.mark) + 1) != self.mark:
@@ -155,35 +155,30 @@ def _write(draft: DraftFile, write: Callable[[Any], Any], give: Callable[[Any], 
         write(content)
         give(content.getbuffer())
         return {"given": True}
-    with file, _Ending(file) as ending:
-        buffered = io.BufferedWriter(ending, PIECE)
+    with file:
+        buffered = io.BufferedWriter(file, PIECE)
         try:
             write(buffered)
             buffered.flush()
         except BaseException:
-            if ending.failure is not None:  # torch tries to end its archive after an error, which raises another one
-                raise ending.failure from None
+            if file.failure is not None:  # torch tries to end its archive after an error, which raises another one
+                raise file.failure from None
             raise
         file.sync()
-        return {"size": ending.size, "end": zlib.crc32(ending.end)}
+        return {"size": file.size, "end": zlib.crc32(file.end)}
 
 
-class _Ending(io.RawIOBase):
-    """Passes everything on to a file. Knows how much it was, its end, and the first error."""
+class _OpenDraft(DurableFile):
+    """Knows how much was written to it, the end of that, and the first error."""
 
-    def __init__(self, file: DurableFile) -> None:
-        self._file = file
-        self.size, self.end = 0, b""
-        self.failure: BaseException | None = None
-
-    def writable(self) -> bool:
-        return True
+    size, end = 0, b""
+    failure: BaseException | None = None
 
     def write(self, data: Any) -> int:
         """Write at most one piece and return its length, as an unbuffered file may."""
         piece = memoryview(data).cast("B")[:PIECE]
         try:
-            count = self._file.write(piece)
+            count = super().write(piece)
         except BaseException as error:
             self.failure = self.failure or error
             raise

@@ -21,7 +21,7 @@ from raysgd.storage.seen import SeenFile, readable
 from raysgd.torch import replica_calls
 from raysgd.torch.checkpoint import shard_files
 from raysgd.training.auto_checkpoint import CheckpointFolder
-from raysgd.training.loads import Loads, Take
+from raysgd.training.loads import Again, Loads, Take
 from raysgd.training.saves import SaveHandle, Saves
 from raysgd.training.seeding import DrawnAnew
 from raysgd.training.within_call import Contents
@@ -49,7 +49,7 @@ class ShardedLoads(Loads):
         super().__init__(engine, drawn_anew)
         self._folder, self._is_sharded = folder, is_sharded
         self._saved: list[tuple[str | None, Snapshot]] = []  # with the paths of automatic ones, the newest last
-        self._from: tuple[locations.Place, Callable[[Take], None]] | None = None  # where the newest load was from
+        self._from: tuple[locations.Place, Again] | None = None  # where the newest load was from
 
     @property
     def is_empty(self) -> bool:
@@ -80,10 +80,10 @@ class ShardedLoads(Loads):
             snapshot = self._snapshot(again, None, at=contents.progress, workers=contents.ranks)
             self._saved.append((path, replace(snapshot, partial=contents.part)))
 
-    def _loaded(self, again: Callable[[Take], None], where: locations.Place | None = None) -> None:
+    def _loaded(self, again: Again, where: locations.Place | None = None, kept: Again | None = None) -> None:
         if not self._is_sharded:
-            return super()._loaded(_unless_replaced(again, where), where)
-        self._again, self._from = None, None if where is None else (where, again)
+            return super()._loaded(_unless_replaced(again, where), where, kept)
+        self._from = None if where is None else (where, again)
         self._saved = [(None, self._snapshot(_unless_replaced(again, where), self._count))]
 
     def replaced(self, path: str) -> None:
@@ -108,7 +108,7 @@ class ShardedLoads(Loads):
             take(replica_calls.restore_shards, {"folder": here / inner, "files": files})
 
 
-def _unless_replaced(again: Callable[[Take], None], where: locations.Place | None) -> Callable[[Take], None]:
+def _unless_replaced(again: Again, where: locations.Place | None) -> Again:
     version = _version(where)
 
     def load(take: Take) -> None:
