@@ -247,9 +247,9 @@ def delete_the_old_shards_before_the_new_ones_are_listed(patch: Patch) -> None:
 
     original = _ShardedDraft._replace
 
-    def replace(self: Any, listed: bytes) -> None:
+    def replace(self: Any, files: Any) -> None:
         locations.delete(self.where / shard_files.read_manifest(self.where)[0])
-        original(self, listed)
+        original(self, files)
 
     patch.setattr(_ShardedDraft, "_replace", replace)
 

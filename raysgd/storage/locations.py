@@ -20,6 +20,7 @@ from urllib.parse import unquote
 from raysgd.errors import CheckpointError, ConfigError, shown
 from raysgd.storage import durable, folders, remote
 from raysgd.storage.durable import DurableFile
+from raysgd.storage.folders import FileEntry
 from raysgd.storage.masking import mask
 from raysgd.storage.remote import Uri
 
@@ -240,13 +241,13 @@ class FolderDraft:
             self.folder = self._target.parent / draft_name(self._target.name)
             self.folder.mkdir()
 
-    def keep(self) -> None:
-        """Store the folder with the list of its files."""
+    def keep(self, entries: Mapping[str, FileEntry] | None = None) -> None:
+        """Store the folder with the list of its files, whose `entries` the caller may know."""
         if isinstance(self.path, Uri):
             remote.write_folder(self.path, self.folder)
             return
         assert self._target is not None
-        entries = folders.list_of(self.folder)
+        entries = entries or folders.list_of(self.folder)
         (self.folder / folders.MARKER).write_bytes(folders.dump_list(entries))
         for name in (*entries, folders.MARKER):
             with open(self.folder / name, "rb") as opened:

@@ -209,16 +209,12 @@ class CheckpointFolder:
     @property
     def best(self) -> SavedPlace | None:
         """The checkpoint with the best score; of equals, the oldest."""
-        return self._best_of(dict(self._scores))
-
-    def _best_of(self, scores: Mapping[SavedPlace, float | None]) -> SavedPlace | None:
+        scores = dict(self._scores)  # a copy, because a save that is running may change them
         scored = [place for place in sorted(scores) if scores[place] is not None]
         return min(scored, key=lambda place: self._cost(scores[place]), default=None)
 
     def improves(self, score: float | None) -> bool:
-        scores = dict(self._scores)  # a copy, because a save that is running may change them
-        best = self._best_of(scores)
-        return self._cost(score) < (math.inf if best is None else self._cost(scores[best]))
+        return self._cost(score) < min(map(self._cost, list(self._scores.values())), default=math.inf)
 
     def record(self, place: SavedPlace) -> dict[str, Any]:
         """What was stored with a checkpoint: its score, whether that and the loss were finite, the

@@ -11,39 +11,14 @@ import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from raysgd.errors import CheckpointError
 from raysgd.storage.seen import UnseenError
 from raysgd.training.position import align_position
+from raysgd.training.replica_base import ReplicaBase
 
 T = TypeVar("T")
-
-
-class LoadingReplica(Protocol):
-    """What a load needs of its replica."""
-
-    undefined: bool
-
-    def read(self, source: Any, *, trusted: bool) -> dict[str, Any]:
-        """Read the state in a `SeenFile`, or in a `Blob` that was sent. Raise CheckpointError if
-        there is none."""
-
-    def check(self, state: dict[str, Any]) -> None:
-        """Raise CheckpointError unless the state fits. Nothing is changed."""
-
-    def adopt(self, state: dict[str, Any]) -> None:
-        """Load a checked state."""
-
-    def all_succeeded(self, here: bool) -> bool:
-        """Whether all ranks have succeeded, which all ask together. `here` is whether this one
-        has."""
-
-    def end_load(self, loads: int | None) -> None:
-        """Complete the load of a checkpoint."""
-
-    def unsaved(self) -> Any:
-        """What a checkpoint does not have of the state, which is little."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +32,7 @@ class Refusal:
     unseen: bool = False
 
 
-def restore(replica: LoadingReplica, source: Any, trusted: bool, loads: int | None) -> Any:
+def restore(replica: ReplicaBase, source: Any, trusted: bool, loads: int | None) -> Any:
     """Load a checkpoint from a file that this rank may see, or from bytes that were sent to it.
     `loads` counts the user's loads; it is the same on each rank that has loaded this one. None: the
     state is this trainer's own, and so are the calls that it counts."""
@@ -65,7 +40,7 @@ def restore(replica: LoadingReplica, source: Any, trusted: bool, loads: int | No
 
 
 def load_again(
-    replica: Any,
+    replica: ReplicaBase,
     method: Callable[..., Any],
     arguments: dict[str, Any],
     workers: int,
@@ -82,7 +57,7 @@ def load_again(
     return None
 
 
-def take_over(replica: LoadingReplica, read: Callable[[], dict[str, Any]], loads: int | None) -> Any:
+def take_over(replica: ReplicaBase, read: Callable[[], dict[str, Any]], loads: int | None) -> Any:
     """Load the checkpoint that `read` returns. Return a `Refusal`, or what a checkpoint does not
     have of the state. If a worker fails while the ranks change their state, the driver repeats the
     load."""
@@ -103,7 +78,7 @@ def take_over(replica: LoadingReplica, read: Callable[[], dict[str, Any]], loads
     return refusal or replica.unsaved()
 
 
-def agreed(replica: LoadingReplica, part: Callable[[], T]) -> tuple[T | None, Refusal | None]:
+def agreed(replica: ReplicaBase, part: Callable[[], T]) -> tuple[T | None, Refusal | None]:
     """Do a part of a load on all ranks. Return what it returned, and, if it failed on any rank, why
     this one refuses."""
     value, refusal = None, None

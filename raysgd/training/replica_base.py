@@ -349,6 +349,24 @@ class ReplicaBase(ABC):
 
     # -- loading a checkpoint -------------------------------------------------------------------------
 
+    @abstractmethod
+    def read(self, source: Any, *, trusted: bool) -> dict[str, Any]:
+        """Read the state in a `SeenFile`, or in a `Blob` that was sent. Raise CheckpointError if
+        there is none."""
+
+    @abstractmethod
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise CheckpointError unless the state fits. Nothing is changed."""
+
+    @abstractmethod
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Load a checked state."""
+
+    @abstractmethod
+    def all_succeeded(self, here: bool) -> bool:
+        """Whether all ranks have succeeded, which all ask together. `here` is whether this one
+        has."""
+
     def end_load(self, loads: int | None) -> None:
         """Complete the load of a checkpoint: forget the calls of the trainer that wrote it, unless
         that was this one, and take a snapshot. `loads` is how often this trainer has loaded a

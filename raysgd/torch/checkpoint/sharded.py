@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -166,32 +166,24 @@ class _ShardedDraft:
     def complete(self, reports: Sequence[Report], given: Callable[[], Any]) -> None:
         draft = self._folder
         assert draft is not None
-        files = {name: FileEntry(*entry) for report in reports for name, entry in report.items()}
-        listed = dump_list({f"{draft.name}/{name}": entry for name, entry in files.items()})
-        if isinstance(self._target, Path):
-            self._complete_here(self._target, listed)
-        elif self._local is not None:
-            self._local.keep()
-        else:
-            self._replace(listed)
+        files = {f"{draft.name}/{name}": FileEntry(*each) for report in reports for name, each in report.items()}
+        if isinstance(draft, Uri):
+            self._replace(files)
             self._folder = None
+        elif isinstance(self._target, Path) and (self._target / MARKER).is_file():
+            durable.sync_folder(draft)
+            durable.rename(draft, self._target / draft.name)
+            self._replace(files)
+        else:
+            assert self._local is not None
+            self._local.keep(files)
         self.drop()
 
-    def _complete_here(self, target: Path, listed: bytes) -> None:
-        assert isinstance(self._folder, Path) and self._local is not None
-        durable.sync_folder(self._folder)
-        if (target / MARKER).is_file():
-            durable.rename(self._folder, target / self._folder.name)
-            self._replace(listed)
-        else:
-            locations.write(self._local.folder / MARKER, listed)
-            durable.rename(self._local.folder, target)
-
-    def _replace(self, listed: bytes) -> None:
+    def _replace(self, files: Mapping[str, FileEntry]) -> None:
         """List the new files in the folder of the checkpoint, and then delete the older ones."""
         target = self._target
         older = shard_files.read_manifest(target)[0] if (target / MARKER).is_file() else ""
-        locations.write(target / MARKER, listed)
+        locations.write(target / MARKER, dump_list(files))
         if older:
             try:
                 locations.delete(target / older)
