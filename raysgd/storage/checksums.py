@@ -67,15 +67,15 @@ def verify(source: Any) -> bool:
     if data.read(0, len(ZIP)) != ZIP:
         return False
     try:
-        members = _members(source, data)
+        found = members(source)
     except Exception as error:  # zipfile raises various errors for damaged archives
         said = str(error) or type(error).__name__
         raise damaged(f"it was cut off, or the list of its parts is damaged ({said})") from error
-    claimed = [(member, start) for member, start in members if member.file_size]
+    claimed = [(member, start) for member, start in found if member.file_size]
     if not any(member.CRC for member, _ in claimed):
         return False
-    found = _computed(data, [(start, member.file_size) for member, start in claimed])
-    for (member, _), checksum in zip(claimed, found, strict=True):
+    computed = _computed(data, [(start, member.file_size) for member, start in claimed])
+    for (member, _), checksum in zip(claimed, computed, strict=True):
         if checksum != member.CRC:
             raise damaged(f"{member.filename!r} in it does not have the checksum that was saved with it")
     return True
@@ -85,22 +85,27 @@ def damaged(why: str) -> CheckpointError:
     return CheckpointError(f"the file is damaged: {why}. Use another copy of it, or an older checkpoint")
 
 
-def _members(source: Any, data: ByteSource) -> list[tuple[zipfile.ZipInfo, int]]:
+def members(source: Any) -> list[tuple[zipfile.ZipInfo, int]]:
     """Find the members of an archive, with the places where their contents begin. Raise an error
-    for what other readers of the archive could take for something else."""
+    for what other readers of the archive could take for something else, or need more memory for
+    than the archive has bytes."""
+    data = ByteSource(source)
     with zipfile.ZipFile(source if hasattr(source, "fileno") else io.BytesIO(source)) as archive:
-        members = archive.infolist()
-        if min((member.header_offset for member in members), default=0) != 0:
+        listed, left = archive.infolist(), data.size
+        if min((member.header_offset for member in listed), default=0) != 0:
             raise zipfile.BadZipFile("it does not begin with its first part")
-        for member in members:
+        if len({member.filename for member in listed}) < len(listed):
+            raise zipfile.BadZipFile("two of its parts have the same name")
+        for member in listed:
+            left -= member.file_size
             if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
                 raise zipfile.BadZipFile(f"{member.filename!r} is compressed, and save() compresses nothing")
             if member.external_attr & DIRECTORY:  # torch would read nothing
                 raise zipfile.BadZipFile(f"{member.filename!r} claims to be a directory")
-            if member.header_offset + member.file_size > data.size:
+            if left < 0 or member.header_offset + member.file_size > data.size:
                 raise zipfile.BadZipFile(f"{member.filename!r} is larger than the file")
             archive.open(member).close()  # compares the name in the list with that in the member's header
-    return [(member, _start(data, member.header_offset)) for member in members]
+    return [(member, _start(data, member.header_offset)) for member in listed]
 
 
 def _start(data: ByteSource, header: int) -> int:

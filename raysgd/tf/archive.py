@@ -12,12 +12,14 @@ import io
 import json
 import math
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from raysgd.errors import CheckpointError
+from raysgd.storage import checksums
+from raysgd.storage.seen import opened
 
 HEAD = "state.json"
 MOST_NESTED = 100
@@ -50,8 +52,8 @@ def _member(name: str) -> zipfile.ZipInfo:
 def load(data: Any) -> Any:
     """Load what `dump` stored. Raise CheckpointError if the bytes are damaged or something else."""
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            names = [member.filename for member in _stored(archive, memoryview(data).nbytes)]
+        names = [member.filename for member, _ in checksums.members(data)]
+        with zipfile.ZipFile(opened(data)) as archive:
             if HEAD not in names:
                 raise CheckpointError(f"it holds {names[:5]}, and no {HEAD}")
             arrays = [_array(archive.read(f"{number}.npy"), number) for number in range(len(names) - 1)]
@@ -60,22 +62,6 @@ def load(data: Any) -> Any:
         raise
     except Exception as error:  # zipfile, json and numpy raise various errors for damaged archives
         raise CheckpointError(f"it cannot be read ({str(error) or type(error).__name__})") from error
-
-
-def _stored(archive: zipfile.ZipFile, size: int) -> Iterator[zipfile.ZipInfo]:
-    """Yield the members, if they are stored uncompressed and within the file's size."""
-    names: set[str] = set()
-    left = size
-    for member in archive.infolist():
-        left -= member.file_size
-        if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size or left < 0:
-            raise CheckpointError(
-                f"{member.filename!r:.60} is compressed, or larger than the {size} bytes that there are"
-            )
-        if member.filename in names:
-            raise CheckpointError(f"it holds {member.filename!r:.60} twice")
-        names.add(member.filename)
-        yield member
 
 
 def _array(data: bytes, number: int) -> np.ndarray:
