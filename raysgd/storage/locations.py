@@ -100,20 +100,16 @@ def check_file(where: Place) -> Path | None:
     """Find the local file that a save to `where` creates or replaces, with a link resolved, or None
     for a URI. Raise an error for what a save must not replace: a directory, a device, a pipe or a
     socket."""
-    if isinstance(where, Uri):
-        return None
-    if where.is_dir():
+    if isinstance(where, Path) and where.is_dir():
         raise IsADirectoryError(f"{where} is a directory, but a checkpoint is a file: pass the path of a file")
-    return _replaced(where)
+    return check_folder(where)
 
 
 def check_folder(where: Place) -> Path | None:
     """Find the local folder that a save to `where` creates, with a link resolved, or None for a
     URI. Raise an error for a device, a pipe or a socket."""
-    return None if isinstance(where, Uri) else _replaced(where)
-
-
-def _replaced(where: Path) -> Path:
+    if isinstance(where, Uri):
+        return None
     usable_place(where)
     return Path(os.path.realpath(where)) if where.is_symlink() else where  # the link is not replaced
 

@@ -144,11 +144,9 @@ class Loads:
             data = file.read()
         self._restore(data, take, trusted=trusted)
 
-    def saves(self, path: str) -> None:
-        """Note that the present state is being saved as an automatic checkpoint."""
-
-    def saved_within(self, path: str, contents: Contents) -> None:
-        """Note that an automatic checkpoint within a call is complete."""
+    def saves(self, path: str, contents: Contents | None = None) -> None:
+        """Note that the present state is being saved as an automatic checkpoint, or that one within
+        a call, of these `contents`, is complete."""
 
     def take(self, method: Callable[..., Any], arguments: dict[str, Any]) -> None:
         """Load a state on all ranks. If one of them refuses it, none loads it, and the reason is

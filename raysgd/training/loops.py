@@ -376,7 +376,7 @@ class EpochLoops:
             start,
             {"made": self._calls.place.as_json(), "wants": self._calls.wants},
             measured=lambda: contents.wait().call,
-            written=lambda path: self._loads.saved_within(path, contents),
+            written=lambda path: self._loads.saves(path, contents),
             fail=self._engine.cancel,
         )
         return arguments

@@ -67,18 +67,16 @@ class ShardedLoads(Loads):
             del self._saved[: complete[-1]]  # in place, because a thread may be adding one
         return self._saved[0][1] if complete or (self._saved and not wait) else None
 
-    def saves(self, path: str) -> None:
+    def saves(self, path: str, contents: Contents | None = None) -> None:
         assert self._folder is not None
-        if self._is_sharded:
-            again = partial(self._load, path, trusted=self._folder.settings.trusted)
-            self._saved.append((path, self._snapshot(again, None)))
-
-    def saved_within(self, path: str, contents: Contents) -> None:
-        assert self._folder is not None
-        if self._is_sharded:
-            again = partial(self._load, path, trusted=self._folder.settings.trusted)
-            snapshot = self._snapshot(again, None, at=contents.progress, workers=contents.ranks)
-            self._saved.append((path, replace(snapshot, partial=contents.part)))
+        if not self._is_sharded:
+            return
+        snapshot = partial(self._snapshot, partial(self._load, path, trusted=self._folder.settings.trusted), None)
+        if contents is None:
+            self._saved.append((path, snapshot()))
+        else:
+            within = snapshot(at=contents.progress, workers=contents.ranks)
+            self._saved.append((path, replace(within, partial=contents.part)))
 
     def _loaded(self, again: Again, where: locations.Place | None = None, kept: Again | None = None) -> None:
         if not self._is_sharded:
