@@ -36,7 +36,6 @@ class Loads:
 
     def __init__(self, engine: Engine, drawn_anew: DrawnAnew) -> None:
         self._engine, self._drawn_anew = engine, drawn_anew
-        self._count = 0  # the number of the newest load
         self._unsaved: Any = None  # what the checkpoint of the newest load does not have
 
     def load(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
@@ -52,7 +51,7 @@ class Loads:
     def _loaded(self, again: Again, where: locations.Place | None = None, kept: Again | None = None) -> None:
         """Note that all ranks have loaded a state, which this loads again, from a place if it is
         not in memory. What was `kept` of it loads it, whatever is there then."""
-        self._engine.keep_load(self._snapshot(kept or again, self._count, unsaved=self._unsaved))
+        self._engine.keep_load(self._snapshot(kept or again, self._engine.changes, unsaved=self._unsaved))
 
     def _snapshot(
         self,
@@ -154,7 +153,7 @@ class Loads:
         engine = self._engine
         # Counted here, so that a rank that loaded this state before the call was repeated has the same number as others, and that
         # it grows if the state of all ranks is undefined, and has none.
-        loads = self._count = engine.changes = max(engine.changes, engine.progress.loads) + 1
+        loads = engine.changes = max(engine.changes, engine.progress.loads) + 1
         with engine.state_replaced_by_hand(loads):
             values = engine.run(Job(Call(method, {**arguments, "loads": loads}), replaces=True))[-1].values
             raise_refused(values, f"Now {UNDEFINED}" if engine.undefined else "Nothing was changed on any rank")

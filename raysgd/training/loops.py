@@ -21,7 +21,7 @@ from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loads import Loads
 from raysgd.training.saves import SaveHandle, Saves
 from raysgd.training.within_call import Contents, Schedule, WithinCall
-from raysgd.workers.worker_group import TransferProtocol
+from raysgd.workers.transfer import AnyTransfer
 
 logger = logging.getLogger("raysgd")
 
@@ -93,7 +93,7 @@ class EpochLoops:
         self._schedule = Schedule(every, time.monotonic, at=time.monotonic())
         self._saves_within = False  # the running call
         self._within: WithinCall | None = None  # the part of a call that is running
-        self._asked: TransferProtocol | None = None  # by workers in that part
+        self._asked: AnyTransfer | None = None  # by workers in that part
         self._handle: SaveHandle | None = None  # of the newest save within a call
         self._resumes_call = False  # whether the next call continues the one in which the checkpoint was made
 

@@ -150,8 +150,9 @@ class _Save:
     thread gives the draft its name, or drops it. `seen` says whether the user has seen the
     error."""
 
-    def __init__(self, draft: DraftOfSave, transfer: Callable[[], AnyTransfer], stall_s: float) -> None:
-        self.draft, self._transfer, self._stall_s = draft, transfer, stall_s
+    def __init__(self, draft: DraftOfSave, engine: Engine, stall_s: float = 0.0) -> None:
+        self.draft, self._engine = draft, engine
+        self._stall_s = stall_s or max(engine.limits.hang_s, STALL_AT_LEAST_S)
         self.done: Future[None] = Future()
         self.seen = False
         self._transfers: list[AnyTransfer] = []
@@ -163,7 +164,7 @@ class _Save:
         """Make the arguments for the workers' call, whenever it is made."""
         self._close_transfers()
         arguments = self.draft.begin()
-        self._transfers = [self._transfer() for _ in range(writers)]
+        self._transfers = [self._engine.group.transfer() for _ in range(writers)]
         return {**arguments, "transfers": [each.name for each in self._transfers], "later": later}
 
     def moves(self) -> bool:
@@ -263,8 +264,7 @@ class Saves:
         """Let the workers write a draft with `method`, after earlier saves to the same place. In
         the background, this many of them report."""
         check_flags(blocking=blocking)
-        stall_s = stall_s or max(self._engine.limits.hang_s, STALL_AT_LEAST_S)
-        save = _Save(draft, self._engine.group.transfer, stall_s)
+        save = _Save(draft, self._engine, stall_s)
         concurrent.futures.wait([each.done for each in self._running if each.draft.where == draft.where])
         job = Job(
             Call(method),
@@ -288,8 +288,7 @@ class Saves:
     def hand_out(self, path: str | os.PathLike[str]) -> tuple[dict[str, Any], SaveHandle]:
         """Begin a save that the workers make in the middle of a call. Return the arguments of
         `writing.save`. The caller looks for errors."""
-        stall_s = max(self._engine.limits.hang_s, STALL_AT_LEAST_S)
-        save = _Save(FileDraft(locations.place_to_save(path)), self._engine.group.transfer, stall_s)
+        save = _Save(FileDraft(locations.place_to_save(path)), self._engine)
         return save.begin(1, later=True), self._in_background(save)
 
     @staticmethod

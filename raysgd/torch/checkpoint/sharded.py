@@ -82,7 +82,7 @@ class ShardedLoads(Loads):
         if not self._is_sharded:
             return super()._loaded(_unless_replaced(again, where), where, kept)
         self._from = None if where is None else (where, again)
-        self._saved = [(None, self._snapshot(_unless_replaced(again, where), self._count))]
+        self._saved = [(None, self._snapshot(_unless_replaced(again, where), self._engine.changes))]
 
     def replaced(self, path: str) -> None:
         """Note that the trainer has saved its state here, which may be where it has loaded one."""
