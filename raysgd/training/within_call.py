@@ -107,7 +107,7 @@ class WithinCall:
         self._lock = threading.Lock()
         self._asked: dict[int, tuple[Contents, Reply]] = {}  # by the step, until all ranks have asked
         self._warned = self._ended = False
-        self._batches, self._from, self._since = 1, step, schedule.clock()
+        self._from, self._since = step, schedule.clock()  # of the newest question
         self.first = self._next(step)
 
     def answer(self, question: Question) -> Reply:
@@ -156,9 +156,9 @@ class WithinCall:
             return (step // every + 1) * every
         per_s = (step - self._from) / max(now - self._since, 1e-6)
         left = (self._schedule.at + every - now) * per_s
-        self._batches = max(1, min(math.ceil(left), 2 * self._batches))
+        batches: int = max(1, min(math.ceil(left), 2 * (step - self._from)))
         self._from, self._since = step, now
-        return step + self._batches
+        return step + batches
 
     def end(self) -> None:
         """Note that the part of the call has ended."""
