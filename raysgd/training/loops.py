@@ -253,7 +253,7 @@ class EpochLoops:
     @exclusive
     def _start_save(self, path: str) -> Callable[[], Any]:
         """Copy the state. Return a function that returns when the file is complete."""
-        handle = self._saves.save(path, blocking=False)
+        handle = self._saves.save(path, blocking=False, watched=True)
         assert isinstance(handle, SaveHandle)
         self._loads.saves(path)
         return handle.result

@@ -249,8 +249,10 @@ class Saves:
         self._engine = engine
         self._running: list[_Save] = []
 
-    def save(self, path: str | os.PathLike[str], *, blocking: bool = True) -> str | SaveHandle:
-        return self.write(FileDraft(locations.place_to_save(path)), writing.save, lambda: 1, blocking=blocking)
+    def save(self, path: str | os.PathLike[str], *, blocking: bool = True, watched: bool = False) -> str | SaveHandle:
+        """Save to a file. Nothing but the handle raises the errors of a save that is `watched`."""
+        draft = FileDraft(locations.place_to_save(path))
+        return self.write(draft, writing.save, lambda: 1, blocking=blocking, watched=watched)
 
     def write(
         self,
@@ -260,11 +262,13 @@ class Saves:
         *,
         blocking: bool,
         stall_s: float = 0.0,
+        watched: bool = False,
     ) -> str | SaveHandle:
         """Let the workers write a draft with `method`, after earlier saves to the same place. In
         the background, this many of them report."""
         check_flags(blocking=blocking)
         save = _Save(draft, self._engine, stall_s)
+        save.seen = watched
         concurrent.futures.wait([each.done for each in self._running if each.draft.where == draft.where])
         job = Job(
             Call(method),

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,6 +20,7 @@ from raysgd.callbacks import Callback, EarlyStopping
 from raysgd.core.metrics import Measured
 from raysgd.core.progress import Progress
 from raysgd.training.auto_checkpoint import CheckpointFolder, SavedPlace, WriterFailed
+from raysgd.training.saves import FileDraft
 from raysgd.training.writing import Question
 from tests import storing
 from tests.peek import finish_saves, leave_no_checkpoint_out
@@ -483,6 +485,22 @@ def test_a_worker_that_fails_while_it_writes_is_no_error(tmp_path: Path, caplog:
         assert [each.name for each in tmp_path.glob("*.json")] == [f"loop1-epoch00002-step{2 * STEPS:09}.json"]
     lost = [each for each in caplog.messages if "no automatic checkpoint was saved after step" in each]
     assert len(lost) == 2 and lost[0].endswith("the worker that was sending the checkpoint failed (gone)")
+
+
+def test_no_call_raises_what_the_folder_has_not_looked_at_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that begins when the worker of an automatic checkpoint has failed could raise that, which is no error."""
+
+    def lost(*_: Any) -> None:
+        raise WriterFailed("gone")
+
+    with started(tmp_path) as trainer:
+        monkeypatch.setattr(FileDraft, "complete", lost)
+        finish = trainer._loops._start_save(str(tmp_path / "x.pt"))
+        while not all(each.done.done() for each in trainer._saves._running):
+            time.sleep(0.01)
+        trainer.validate()
+        with pytest.raises(WriterFailed):
+            finish()
 
 
 def test_a_recovery_does_not_wait_for_a_checkpoint_that_no_worker_has_begun(tmp_path: Path) -> None:
