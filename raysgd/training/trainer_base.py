@@ -79,6 +79,8 @@ class TrainerBase(ABC):
         return self._calls.attached
 
     def _begin(self) -> None:
+        """Begin the loops, from the newest automatic checkpoint if that is wanted. If it fails, end
+        the workers."""
         try:
             self._loops.begin(self._load_automatic)
         except BaseException as error:
