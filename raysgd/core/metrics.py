@@ -2,8 +2,7 @@
 same values. Both.
 
 The metrics of one rank in one part of a call are a dict: `num_samples`, `batch_count`, the user's,
-`last_` ones. `merge_ranks` merges the ranks' results of one part; `merge_parts` merges the parts of
-a call that was interrupted.
+`last_` ones. A call that was interrupted has several parts.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from numbers import Rational, Real
-from typing import Any
+from typing import Any, Literal
 
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core.speed import Sums
@@ -231,20 +230,43 @@ def _mean(pairs: Sequence[tuple[Any, float]], samples: float) -> Any:
     return found if total == samples else WeightedMean(found, total)
 
 
-def merge_ranks(results: Sequence[Mapping[str, Any]]) -> Result:
-    """Merge the results of one part of a call over its ranks.
+def merge_results(results: Sequence[Mapping[str, Any]], *, of: Literal["ranks", "parts"]) -> Result:
+    """Merge the results `of` the ranks in one part of a call, or of the parts of a call, in order.
 
-    `num_samples` is summed. `epoch` and `batch_count` are the maximum. Other numbers are means
-    weighted by samples, or by weights of their own, over the ranks that have them. Anything else is
-    the first rank's. `epoch` comes first."""
+    `num_samples` is summed. Other numbers are means weighted by samples, or by weights of their
+    own, over the results that have them. Counts of batches and `epoch` are the largest of the
+    ranks. Over the parts, counts are summed, and `epoch` and what begins with `last_` is the last
+    one's. Anything else is the first rank's, or the last part's. `epoch` comes first."""
     rows = [{key: _kept(value) for key, value in result.items()} for result in results if result]
-    return _merged(rows, last=False, summed=(NUM_SAMPLES,), largest=("epoch", BATCH_COUNT, SKIPPED))
+    if of == "parts":
+        rows = [row for row in rows if row.get(BATCH_COUNT) or row.get(NUM_SAMPLES)] or rows
+    merged: Result = {}
+    samples = sum(_samples(row) for row in rows)
+    for key in dict.fromkeys(key for row in rows for key in row):
+        pairs = [_weighted(row, key) for row in rows if key in row]
+        numbers = [value for value, _ in pairs if _is_number(value)]
+        if len(numbers) < len(pairs) or (of == "parts" and (key.startswith("last_") or key == "epoch")):
+            merged[key] = pairs[0 if of == "ranks" else -1][0]
+        elif key == NUM_SAMPLES or (of == "parts" and key in COUNTED):
+            merged[key] = sum(numbers)
+        elif key in COUNTED or key == "epoch":
+            merged[key] = max(numbers)
+        else:
+            merged[key] = _mean(pairs, samples)
+    return _ordered(merged)
 
 
-def merge_part(part: Sequence[Measured]) -> Result:
+def merge_measured(parts: Sequence[Sequence[Measured]]) -> Measured:
+    """Merge what the ranks measured in the parts of a call."""
+    every = [each for part in parts for each in part]
+    committed, drawn = max((each.committed for each in every), default=0), sum(each.drawn for each in every)
+    return Measured(merge_results([_of_part(part) for part in parts], of="parts"), committed, drawn)
+
+
+def _of_part(part: Sequence[Measured]) -> Result:
     """Merge what the ranks measured in a part of a call. Each of several loaders has a mean over
     its own samples; the counts are those of all."""
-    merged = merge_ranks([each.metrics for each in part])
+    merged = merge_results([each.metrics for each in part], of="ranks")
     names = list(part[0].loaders) if part else []
     for rank, each in enumerate(part):
         if list(each.loaders) != names:  # they have evaluated other data at the same time
@@ -253,12 +275,31 @@ def merge_part(part: Sequence[Measured]) -> Result:
                 f"{list(each.loaders)}. Register loaders with the same names in the same order on every worker"
             )
     for name in names:
-        for key, value in merge_ranks([each.loaders[name] for each in part]).items():
+        for key, value in merge_results([each.loaders[name] for each in part], of="ranks").items():
             if key in (NUM_SAMPLES, BATCH_COUNT):
                 merged[key] = merged.get(key, 0) + value
             else:
                 merged[f"last_{name}{key[5:]}" if key.startswith("last_") else f"{name}{key}"] = value
     return merged
+
+
+def merge_call(parts: Sequence[Sequence[Measured]]) -> Result:
+    """Return the result of a call, of what the ranks measured in its parts.
+
+    The samples that the sampling plan knows were trained on count, also those whose metrics failed
+    with a worker. A sum in other units (tokens, say) that lacks these is left out.
+    """
+    merged = merge_measured(parts)
+    result, committed = merged.metrics, merged.committed
+    if len(parts) > 1 and committed and _is_number(result.get(NUM_SAMPLES)):
+        counted = [
+            (each.metrics[NUM_SAMPLES], each.drawn) for part in parts for each in part if each.metrics.get(NUM_SAMPLES)
+        ]
+        if all(samples <= drawn for samples, drawn in counted):
+            result[NUM_SAMPLES] = committed
+        elif sum(drawn for _, drawn in counted) != committed:
+            del result[NUM_SAMPLES]
+    return {name: float(value) if isinstance(value, WeightedMean) else value for name, value in result.items()}
 
 
 def for_all_ranks(result: Mapping[str, Any], ranks: int, own: float, committed: int) -> Result:
@@ -269,52 +310,6 @@ def for_all_ranks(result: Mapping[str, Any], ranks: int, own: float, committed: 
     if not _is_number(samples):
         return dict(result)
     return {**result, NUM_SAMPLES: committed if committed and samples == own else samples * ranks}
-
-
-def merge_parts(parts: Sequence[Mapping[str, Any]]) -> Result:
-    """Merge the parts of one call, in order: sum counts, weight means, take the last `last_`."""
-    rows = [dict(part) for part in parts if part]
-    busy = [row for row in rows if row.get(BATCH_COUNT) or row.get(NUM_SAMPLES)] or rows
-    return _merged(busy, last=True, summed=(NUM_SAMPLES, BATCH_COUNT, SKIPPED))
-
-
-def _merged(
-    rows: Sequence[Mapping[str, Any]], *, last: bool, summed: Collection[str], largest: Collection[str] = ()
-) -> Result:
-    """Sum some numbers, take the largest of some, and the weighted mean of the others. Anything
-    else is that of the first row, or, with `last`, of the last one, as are `epoch` and `last_`."""
-    merged: Result = {}
-    samples = sum(_samples(row) for row in rows)
-    for key in dict.fromkeys(key for row in rows for key in row):
-        holders = [row for row in rows if key in row]
-        numbers = [_weighted(row, key) for row in holders if _is_number(row[key])]
-        if len(numbers) < len(holders) or (last and (key.startswith("last_") or key == "epoch")):
-            merged[key] = holders[-1 if last else 0][key]
-        elif key in summed:
-            merged[key] = sum(value for value, _ in numbers)
-        elif key in largest:
-            merged[key] = max(value for value, _ in numbers)
-        else:
-            merged[key] = _mean(numbers, samples)
-    return _ordered(merged)
-
-
-def merge_call(parts: Sequence[Sequence[Measured]]) -> Result:
-    """Merge what the ranks measured in the parts of one call.
-
-    The samples that the sampling plan knows were trained on count, also those whose metrics failed
-    with a worker. A sum in other units (tokens, say) that lacks these is left out.
-    """
-    result = merge_parts([merge_part(part) for part in parts])
-    every = [each for part in parts for each in part]
-    committed = max((each.committed for each in every), default=0)
-    if len(parts) > 1 and committed and _is_number(result.get(NUM_SAMPLES)):
-        counted = [(each.metrics[NUM_SAMPLES], each.drawn) for each in every if each.metrics.get(NUM_SAMPLES)]
-        if all(samples <= drawn for samples, drawn in counted):
-            result[NUM_SAMPLES] = committed
-        elif sum(drawn for _, drawn in counted) != committed:
-            del result[NUM_SAMPLES]
-    return {name: float(value) if isinstance(value, WeightedMean) else value for name, value in result.items()}
 
 
 def _ordered(result: Result) -> Result:

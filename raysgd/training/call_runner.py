@@ -305,11 +305,12 @@ def _by_worker(parts: Sequence[PartialResults]) -> list[dict[str, Any]]:
     only stopped, and no change was made, are one."""
     rows: list[dict[str, Any]] = []
     for _, group in itertools.groupby(parts, key=lambda part: part.generation):
-        values = [[metrics.merge_part([value]) for value in part.values] for part in group]
+        values = [part.values for part in group]
         if len({len(each) for each in values}) == 1:
-            rows += [metrics.merge_parts(own) for own in zip(*values, strict=True)]
+            by_worker = [*zip(*values, strict=True)]
         else:  # some ranks failed before they measured anything
-            rows += itertools.chain.from_iterable(values)
+            by_worker = [(value,) for each in values for value in each]
+        rows += [metrics.merge_measured([[value] for value in own]).metrics for own in by_worker]
     return rows
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.core.metrics import Measured, merge_part, merge_parts
+from raysgd.core.metrics import Measured, merge_measured
 from raysgd.core.progress import Progress
 from raysgd.training.writing import Question, Reply
 
@@ -75,15 +75,16 @@ class Contents:
     @property
     def part(self) -> Measured:
         """What the ranks have measured in this part of the call."""
-        found = [self._found[rank] for rank in sorted(self._found)]
-        return Measured(merge_part(found), max(each.committed for each in found), sum(each.drawn for each in found))
+        return merge_measured([self._by_rank])
 
     @property
     def call(self) -> Measured:
         """What all ranks have measured since the call began."""
-        part, parts = self.part, [merge_part(each) for each in self._before]
-        drawn = part.drawn + sum(each.drawn for before in self._before for each in before)
-        return Measured(merge_parts([*parts, part.metrics]), part.committed, drawn)
+        return merge_measured([*self._before, self._by_rank])
+
+    @property
+    def _by_rank(self) -> list[Measured]:
+        return [self._found[rank] for rank in sorted(self._found)]
 
 
 class WithinCall:

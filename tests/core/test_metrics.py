@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysgd.core.average_meters import AverageMeterCollection
-from raysgd.core.metrics import Measured, for_all_ranks, merge_call, merge_parts, merge_ranks, plain
+from raysgd.core.metrics import Measured, for_all_ranks, merge_call, merge_results, plain
 
 NAN = float("nan")
 
@@ -35,24 +35,25 @@ def row(samples: int, batches: int = 1, **metrics: Any) -> dict[str, Any]:
         ([row(0, loss=NAN), row(5, loss=3.0)], "loss", 3.0),
     ],
 )
-def test_merge_ranks(rows: list[dict[str, Any]], key: str, expected: Any) -> None:
-    assert merge_ranks(rows)[key] == expected
+def test_of_ranks(rows: list[dict[str, Any]], key: str, expected: Any) -> None:
+    assert merge_results(rows, of="ranks")[key] == expected
 
 
 def test_one_nan_makes_the_mean_nan() -> None:
     for position in range(3):
         rows = [row(4, loss=1.0) for _ in range(3)]
         rows[position] = row(4, loss=NAN)
-        assert math.isnan(merge_ranks(rows)["loss"])
-        assert math.isnan(merge_parts(rows)["loss"])
+        assert math.isnan(merge_results(rows, of="ranks")["loss"])
+        assert math.isnan(merge_results(rows, of="parts")["loss"])
 
 
-def test_without_results_the_merged_result_is_empty() -> None:
-    assert merge_ranks([]) == merge_ranks([{}, {}]) == merge_parts([]) == merge_parts([{}]) == {}
+@pytest.mark.parametrize("of", ["ranks", "parts"])
+def test_without_results_the_merged_result_is_empty(of: Any) -> None:
+    assert merge_results([], of=of) == merge_results([{}, {}], of=of) == {}
 
 
 def test_counts_come_first_and_the_rest_keeps_its_order() -> None:
-    merged = merge_ranks([{"b": 1.0, "num_samples": 2, "a": 1.0, "batch_count": 1, "epoch": 3}])
+    merged = merge_results([{"b": 1.0, "num_samples": 2, "a": 1.0, "batch_count": 1, "epoch": 3}], of="ranks")
     assert list(merged) == ["epoch", "batch_count", "num_samples", "b", "a"]
 
 
@@ -67,14 +68,14 @@ def test_counts_come_first_and_the_rest_keeps_its_order() -> None:
         ([{"own": 1.0}, {"own": 3.0}], "own", 2.0),
     ],
 )
-def test_merge_parts(parts: list[dict[str, Any]], key: str, expected: Any) -> None:
-    assert merge_parts(parts)[key] == expected
+def test_of_parts(parts: list[dict[str, Any]], key: str, expected: Any) -> None:
+    assert merge_results(parts, of="parts")[key] == expected
 
 
 def test_merging_does_not_change_its_arguments() -> None:
     rows = [row(1, loss=1.0, more={"x": 1}), row(2, loss=2.0)]
     before = [dict(each) for each in rows]
-    merge_parts([merge_ranks(rows)])
+    merge_results([merge_results(rows, of="ranks")], of="parts")
     assert rows == before
 
 
@@ -91,8 +92,8 @@ def test_any_split_over_parts_and_ranks_gives_the_same_values(batches: list[tupl
     for samples, loss, part, rank in batches:
         meter = meters.setdefault(part, {}).setdefault(rank, AverageMeterCollection())
         meter.update({"loss": loss}, n=samples)
-    parts = [merge_ranks([meter.summary() for meter in ranks.values()]) for ranks in meters.values()]
-    merged = merge_parts(parts)
+    parts = [merge_results([meter.summary() for meter in ranks.values()], of="ranks") for ranks in meters.values()]
+    merged = merge_results(parts, of="parts")
 
     total = sum(samples for samples, *_ in batches)
     assert merged["num_samples"] == total
@@ -106,11 +107,11 @@ def test_numpy_and_torch_scalars_are_numbers() -> None:
     assert [plain(value) for value in given] == [1.5] * 5
     assert all(type(plain(value)) is float for value in given)
     assert plain(torch.tensor(1.5, requires_grad=True)) == 1.5
-    assert merge_ranks([row(1, m=torch.tensor(1.0)), row(3, m=numpy.float64(3.0))])["m"] == 2.5
-    assert type(merge_ranks([row(1, m=numpy.int64(2))])["m"]) is float
+    assert merge_results([row(1, m=torch.tensor(1.0)), row(3, m=numpy.float64(3.0))], of="ranks")["m"] == 2.5
+    assert type(merge_results([row(1, m=numpy.int64(2))], of="ranks")["m"]) is float
     several = torch.tensor([1.0, 2.0])
     assert plain(several) is several
-    assert merge_ranks([row(1, m=several), row(1, m=several)])["m"] is several
+    assert merge_results([row(1, m=several), row(1, m=several)], of="ranks")["m"] is several
 
 
 class Table:

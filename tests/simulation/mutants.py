@@ -418,14 +418,14 @@ def raise_the_error_of_a_broken_gpu(patch: Patch) -> None:
 
 @mutant
 def merge_a_metric_twice(patch: Patch) -> None:
-    original = metrics.merge_parts
-    patch.setattr(metrics, "merge_parts", lambda parts: original([*parts, *parts[:1]]))
+    original = metrics.merge_measured
+    patch.setattr(metrics, "merge_measured", lambda parts: original([*parts, *parts[:1]]))
 
 
 @mutant
 def lose_the_metrics_of_a_part(patch: Patch) -> None:
-    original = metrics.merge_parts
-    patch.setattr(metrics, "merge_parts", lambda parts: original(parts[-1:]))
+    original = metrics.merge_measured
+    patch.setattr(metrics, "merge_measured", lambda parts: original(parts[-1:]))
 
 
 @mutant

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from raysgd import AutoCheckpoint, ConfigError
-from raysgd.core.metrics import Measured, WeightedMean, merge_part
+from raysgd.core.metrics import Measured, WeightedMean, merge_measured
 from raysgd.core.progress import Progress
 from raysgd.training.auto_checkpoint import measured_in, numbers_of
 from raysgd.training.within_call import Contents, Schedule, WithinCall
@@ -148,7 +148,7 @@ def test_a_record_has_the_sums_of_all_parts_and_ranks() -> None:
     assert found is not None and found.committed == 20
     assert found.metrics["num_samples"] == 20 and found.metrics["loss"] == math.inf
     later = Measured({"num_samples": 2, "some": WeightedMean(1.0, 2.0)})
-    assert merge_part([found, later])["some"] == 0.75
+    assert merge_measured([[found, later]]).metrics["some"] == 0.75
 
 
 class Losing(Line):
