@@ -36,17 +36,17 @@ class Points:
     def add(self, *call: Any) -> None:
         self._waiting.append(call)
 
-    def begin_commit(self) -> None:
+    def commit(self, keep: Callable[[], None]) -> None:
+        """Let `keep` make a commit of what waits, and then make these calls."""
         self.committed, self._waiting = Committed(self._waiting), deque()
-
-    def end_commit(self) -> None:
+        keep()
         self._make(self.committed.calls)
 
     def resume(self, committed: Committed) -> None:
         """Continue from a commit. What waits was logged before it."""
         self._waiting.clear()
         self.committed, self._repeated = committed, committed.later
-        self.end_commit()
+        self._make(committed.calls)
 
     def end(self) -> None:
         """Make the calls for which no commit follows."""

@@ -1,6 +1,7 @@
 """Points that a Trainer logs are each passed on once, wherever an attempt ends."""
 
 import copy
+import functools
 import itertools
 from typing import Any
 
@@ -28,6 +29,11 @@ class Program:
         if self.place in self.stops:
             raise Stop
 
+    def keep(self, step: int, points: Points) -> None:
+        self.may_stop()
+        self.kept = step, points.committed
+        self.may_stop()
+
     def attempt(self) -> None:
         points = Points(self.logged.append)
         points.add(-1)  # as hyperparameters, which each attempt logs before its first step
@@ -37,11 +43,7 @@ class Program:
             points.resume(committed)
         for step in range(first, STEPS):
             if step > first or self.kept is None:
-                points.begin_commit()
-                self.may_stop()
-                self.kept = step, points.committed
-                self.may_stop()
-                points.end_commit()
+                points.commit(functools.partial(self.keep, step, points))
             self.may_stop()
             points.add(step)
             self.may_stop()
@@ -69,9 +71,8 @@ def test_each_point_is_passed_on_once(stops: int) -> None:
 
 def test_a_new_process_passes_on_what_a_commit_has() -> None:
     """It gets a copy of the commit."""
-    points = Points([].append)
+    points, commits, found = Points([].append), list[Any](), list[int]()
     points.add(1)
-    points.begin_commit()
-    found: list[int] = []
-    Points(found.append).resume(copy.deepcopy(points.committed))
+    points.commit(lambda: commits.append(copy.deepcopy(points.committed)))
+    Points(found.append).resume(commits[0])
     assert found == [1]

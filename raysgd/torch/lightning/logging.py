@@ -82,11 +82,13 @@ class LoggedValues:
             self._samples = batch_size
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, Number) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
 def _scalar(name: str, value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.detach().clone()
-    if isinstance(value, Number):
-        return value
+    if is_number(value):
+        return value.detach().clone() if isinstance(value, torch.Tensor) else value
     shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     raise ConfigError(
         f"self.log({name!r}, ...) takes a number or a tensor with one element, got {shown}. For metric objects, {INSTEAD}"

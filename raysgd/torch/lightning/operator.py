@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from numbers import Number
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.constants import NUM_SAMPLES
 from raysgd.errors import ConfigError
 from raysgd.torch.lightning import module as modules
-from raysgd.torch.lightning.logging import LoggedValues
+from raysgd.torch.lightning.logging import LoggedValues, is_number
 from raysgd.torch.lightning.trainer_stub import TrainerStub
 from raysgd.torch.operator import TrainingOperator
 
@@ -333,10 +332,6 @@ def _measured(name: str, outputs: dict[str, Any], samples: float) -> dict[str, A
     """What is reported for a batch of so many samples if the module logs nothing: the numbers in
     the step's dictionary, each by its key and the loss as `name`. What is not a number, such as
     predictions, is only for the module's hooks."""
-    numbers = {key: value for key, value in outputs.items() if _is_number(value)}
+    numbers = {key: value for key, value in outputs.items() if is_number(value)}
     loss = {name: numbers.pop("loss")} if "loss" in numbers else {}
     return {NUM_SAMPLES: samples, **loss, **numbers}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Number) or (isinstance(value, torch.Tensor) and value.numel() == 1)

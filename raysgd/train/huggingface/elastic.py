@@ -589,9 +589,7 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         else:
             self._look_for_changes()
             self._before, self._stepped = ByReference(copied(self._other_state())), None
-            self._points.begin_commit()
-            self._state.commit()
-            self._points.end_commit()
+            self._points.commit(self._state.commit)
         self._ends_with_commit = self._by_reference
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -176,9 +176,7 @@ class Continuation:
             self.trainer.num_sanity_val_steps = self._sanity_steps
             self._found, self._batches = {}, 0
         elif self._batches >= self._every and batch % self.trainer.accumulate_grad_batches == 0:
-            self._logs.points.begin_commit()
-            self._state.commit()
-            self._logs.points.end_commit()
+            self._logs.points.commit(self._state.commit)
             self._batches = 0
         self._batches += 1
 
