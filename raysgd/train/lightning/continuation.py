@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from raysgd.core.ranks import RankInfo
+from raysgd.core.sampling_plan import SamplingPlan
 from raysgd.errors import ConfigError
 from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.foreign import loader_with
@@ -181,14 +180,6 @@ class Continuation:
         self._batches += 1
 
 
-def share(samples: list[int], rank_info: RankInfo) -> tuple[list[int], float]:
-    """Choose this rank's samples of a step, and the weight of their mean: with it, the mean over
-    the ranks is that over all samples. A rank without one takes the first sample with weight 0,
-    because every rank must make the step's collective calls."""
-    own = samples[rank_info.world_rank :: rank_info.world_size]
-    return own or samples[:1], len(own) * rank_info.world_size / len(samples)
-
-
 class DividedLoader:
     """Gives this rank's part of each step, beginning with the batch at which Lightning's loop is.
 
@@ -202,29 +193,36 @@ class DividedLoader:
         self.sampler: DistributedSampler[Any] = DistributedSampler(
             loader.dataset, num_replicas=1, rank=0, shuffle=loader.sampler.shuffle, seed=loader.sampler.seed
         )
-        self._size, self._fit = loader.batch_size * workers, fit
+        size, self._ranks = loader.batch_size * workers, fit.rank_info.world_size
+        self._plan = SamplingPlan(len(self.sampler), size, self._ranks, self._ranks, loader.drop_last)
+        self._fit = fit
         self._mine: list[list[int]] = []
         self.loader = loader_with(loader, sampler=self.sampler, batch_sampler=self._mine)
         self.worker_init_fn = loader.worker_init_fn  # Lightning may set it
         self._batches: LoaderIterator | None = None
 
     def __len__(self) -> int:
-        steps = len(self.sampler) / self._size
-        return math.floor(steps) if self.loader.drop_last else math.ceil(steps)
+        return self._plan.steps_left(0)
 
     def __iter__(self) -> Iterator[Any]:
         self._fit.put_back()
-        order, first = list(self.sampler), self._fit.trainer.fit_loop.batch_idx + 1
-        steps = [order[step * self._size : (step + 1) * self._size] for step in range(first, len(self))]
-        shares = [share(samples, self._fit.rank_info) for samples in steps]
-        self._mine[:] = [samples for samples, _ in shares]
+        order, first = self._order(), self._fit.trainer.fit_loop.batch_idx + 1
+        parts = [part for _, part in self._plan.parts_of(self._fit.rank_info.world_rank, first * self._plan.step_size)]
+        self._mine[:] = [order[part.start : part.stop] for part in parts]
         self.loader.worker_init_fn = self.worker_init_fn
         self._batches = LoaderIterator(self.loader)
-        for batch, (_, weight) in enumerate(shares, start=first):
+        for batch, part in enumerate(parts, start=first):
             self._fit.before(batch)
             loaded = next(self._batches)
-            self._fit.weight = weight
+            self._fit.weight = part.weight
             yield loaded
+
+    def _order(self) -> list[int]:
+        """The epoch's order, of which each rank has its samples of a step in one piece. Lightning's
+        sampler deals them in turn."""
+        order, size = list(self.sampler), self._plan.step_size
+        steps = [order[start : start + size] for start in range(0, len(order), size)]
+        return [sample for step in steps for rank in range(self._ranks) for sample in step[rank :: self._ranks]]
 
     def close(self) -> None:
         """End the loader's processes."""

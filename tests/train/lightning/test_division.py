@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 pytest.importorskip("lightning")
 
 from raysgd.core.ranks import RankInfo
-from raysgd.train.lightning.continuation import DividedLoader, share
+from raysgd.train.lightning.continuation import DividedLoader
 
 
 class Fit:
@@ -45,14 +45,16 @@ def loader_of(size: int, *, workers: int, rank: int, shuffle: bool = True, drop_
     return DataLoader(data, batch_size=4, sampler=sampler, drop_last=drop_last)
 
 
-@given(parts=st.integers(1, 30), world=st.integers(1, 9))
-def test_each_part_counts_once(parts: int, world: int) -> None:
-    counts = dict.fromkeys(range(parts), 0.0)
+@settings(deadline=None)
+@given(samples=st.integers(1, 30), world=st.integers(1, 9))
+def test_each_sample_counts_once(samples: int, world: int) -> None:
+    """In a step that is not complete, on more or fewer ranks than it has samples."""
+    counts = dict.fromkeys(range(samples), 0.0)
     for rank in range(world):
-        mine, weight = share(list(range(parts)), RankInfo(world_rank=rank, world_size=world))
-        for part in mine:
-            counts[part] += weight / len(mine) / world
-    assert list(counts.values()) == pytest.approx([1 / parts] * parts)
+        ((mine, weight),) = batches_of(loader_of(samples, workers=8, rank=0), 8, rank, world)
+        for each in mine:
+            counts[each] += weight / len(mine) / world
+    assert list(counts.values()) == pytest.approx([1 / samples] * samples)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
