@@ -131,7 +131,8 @@ class Continuation:
         if any(hasattr(each, "consolidate_state_dict") for each in self.trainer.optimizers):
             raise refused("an optimizer whose state is sharded", "use one that has all of its state on each rank")
         known = {id(each) for each in module.parameters()}
-        if any(id(each) not in known for each in self._stepped_parameters()):
+        groups = [group for each in self.trainer.optimizers for group in each.param_groups]
+        if any(id(each) not in known for group in groups for each in group["params"]):
             raise refused("an optimizer of parameters that are not the module's", "make them a part of the module")
         for each in self.trainer.callbacks:
             for name, (reason, instead) in REFUSED.items():
@@ -146,10 +147,6 @@ class Continuation:
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
             found = "precision='16-mixed', because with fewer workers other steps would overflow"
             raise refused(found, "use 'bf16-mixed' or '32-true'")
-
-    def _stepped_parameters(self) -> list[Any]:
-        groups = [group for each in self.trainer.optimizers for group in each.param_groups]
-        return [each for group in groups for each in group["params"]]
 
     def divided(self, loader: Any) -> DividedLoader:
         """The loader of this rank's part of each step."""

@@ -122,12 +122,9 @@ class FitState:
             for attribute in [*held]:
                 try:
                     _dumps(held[attribute], named)
-                except _OfTheFunction:
-                    del held[attribute]
-                    self._not_copied.add((name, attribute))
-                except Exception:
-                    kind = type(dict(self._named())[name])
-                    if self._says and not kind.__module__.startswith(OTHERS):
+                except Exception as error:
+                    kind, known = type(dict(self._named())[name]), isinstance(error, _OfTheFunction)
+                    if self._says and not known and not kind.__module__.startswith(OTHERS):
                         logger.warning(NOT_COPIED, f"{kind.__name__}.{attribute} ({type(held[attribute]).__name__})")
                     del held[attribute]
                     self._not_copied.add((name, attribute))
