@@ -802,7 +802,10 @@ class Attributes:
             for attribute, value in {**self._first[name], **kept}.items():
                 now = vars(owner).get(attribute)
                 if attribute in kept or is_data(now, owner):
-                    vars(owner)[attribute] = renewed(now, copy.deepcopy(value, memo))
+                    found = copy.deepcopy(value, memo)
+                    # There is one of each live object, and of what has no copy, such as a member of an Enum.
+                    is_one = found is value or isinstance(value, Reference)
+                    vars(owner)[attribute] = found if is_one else renewed(now, found)
 
 
 @dataclasses.dataclass

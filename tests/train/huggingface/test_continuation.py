@@ -1,5 +1,6 @@
 """A Hugging Face Trainer in one process: it is stopped anywhere, runs again, and has the bits of an undisturbed run."""
 
+import enum
 import pickle
 import threading
 import time
@@ -731,6 +732,26 @@ def test_what_has_not_changed_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> 
     Attributes({"Holds": again}, {}).put_back(kept)
     assert torch.equal(again.teacher.weight, weight) and torch.equal(again.shadow[0], torch.ones(3))
     assert (again.rows, again.counts) == ([{"a": 2}], {"a": 2})
+
+
+class Mode(enum.Enum):
+    FIRST, SECOND = 1, 2
+
+
+def test_another_layer_or_member_of_an_enum_leaves_the_first_one_as_it_is() -> None:
+    kept = {}
+    for attempt in range(2):
+        owner, layers = Holds(), {"one": torch.nn.Linear(2, 2), "two": torch.nn.Linear(2, 2)}
+        weights = [each.weight for each in layers.values()]
+        owner.mode, owner.layer = Mode.FIRST, layers["one"]  # type: ignore[attr-defined]
+        watched = Attributes({"Holds": owner}, layers)
+        if attempt:
+            watched.put_back(kept)
+        else:
+            owner.mode, owner.layer = Mode.SECOND, layers["two"]  # type: ignore[attr-defined]
+            kept = watched.changed()
+    assert owner.mode is Mode.SECOND and owner.layer is layers["two"]  # type: ignore[attr-defined]
+    assert [each.weight for each in layers.values()] == weights and Mode.FIRST.value == 1
 
 
 def test_what_stops_being_copyable_is_refused() -> None:
