@@ -64,6 +64,7 @@ DATA = (
     *(type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, deque, Iterator, Sampler),
     *(torch.Tensor, torch.Generator, numpy.ndarray, numpy.generic, numpy.random.Generator, random.Random),
 )
+OF_ATTRIBUTES: Any = object.__reduce__  # of objects that hold attributes only, unlike methods and partial functions
 CHANGED = (
     "a callback or the model has changed weights or the optimizer's state outside of optimizer.step(), and a worker has failed in the "
     "first step with such a change, so the weights before it are lost. Start again from the newest checkpoint, or make the change in a "
@@ -828,7 +829,7 @@ def renewed(now: Any, kept: Any) -> Any:
     elif isinstance(now, (dict, set)):
         now.clear()
         now.update(kept)
-    elif hasattr(now, "__dict__") and not isinstance(now, DATA):
+    elif hasattr(now, "__dict__") and not isinstance(now, DATA) and type(now).__reduce__ is OF_ATTRIBUTES:
         vars(now).clear()
         vars(now).update(vars(kept))
     else:

@@ -738,19 +738,23 @@ class Mode(enum.Enum):
     FIRST, SECOND = 1, 2
 
 
-def test_another_layer_or_member_of_an_enum_leaves_the_first_one_as_it_is() -> None:
+def test_another_function_layer_or_member_of_an_enum_is_put_back_and_leaves_the_first_one_as_it_is() -> None:
+    owner: Any
     kept = {}
     for attempt in range(2):
         owner, layers = Holds(), {"one": torch.nn.Linear(2, 2), "two": torch.nn.Linear(2, 2)}
         weights = [each.weight for each in layers.values()]
-        owner.mode, owner.layer = Mode.FIRST, layers["one"]  # type: ignore[attr-defined]
+        owner.mode, owner.layer = Mode.FIRST, layers["one"]
+        owner.bound, owner.part = owner.on_log, partial(max, 1)
         watched = Attributes({"Holds": owner}, layers)
         if attempt:
             watched.put_back(kept)
         else:
-            owner.mode, owner.layer = Mode.SECOND, layers["two"]  # type: ignore[attr-defined]
+            owner.mode, owner.layer = Mode.SECOND, layers["two"]
+            owner.bound, owner.part = owner.on_save, partial(max, 5)
             kept = watched.changed()
-    assert owner.mode is Mode.SECOND and owner.layer is layers["two"]  # type: ignore[attr-defined]
+    assert owner.mode is Mode.SECOND and owner.layer is layers["two"]
+    assert owner.bound == owner.on_save and owner.part(0) == 5
     assert [each.weight for each in layers.values()] == weights and Mode.FIRST.value == 1
 
 
