@@ -182,7 +182,8 @@ class DividedLoader:
 
     A step has the samples that the workers of the first attempt would take in it, so there are
     always as many steps in an epoch, and Lightning's counters stay right. Lightning's sampler says
-    their order.
+    their order. A rank has one part of each step, larger if there are fewer ranks, because a module
+    can count in its attributes how often `training_step` was called.
     """
 
     def __init__(self, loader: DataLoader[Any], fit: Continuation, *, workers: int) -> None:
@@ -190,9 +191,8 @@ class DividedLoader:
         self.sampler: DistributedSampler[Any] = DistributedSampler(
             loader.dataset, num_replicas=1, rank=0, shuffle=loader.sampler.shuffle, seed=loader.sampler.seed
         )
-        size, self._ranks = loader.batch_size * workers, fit.rank_info.world_size
-        self._plan = SamplingPlan(len(self.sampler), size, self._ranks, self._ranks, loader.drop_last)
-        self._fit = fit
+        ranks, self._fit = fit.rank_info.world_size, fit
+        self._plan = SamplingPlan(len(self.sampler), loader.batch_size * workers, ranks, ranks, loader.drop_last)
         self._mine: list[list[int]] = []
         self.loader = loader_with(loader, sampler=self.sampler, batch_sampler=self._mine)
         self.worker_init_fn = loader.worker_init_fn  # Lightning may set it
@@ -217,9 +217,9 @@ class DividedLoader:
     def _order(self) -> list[int]:
         """The epoch's order, of which each rank has its samples of a step in one piece. Lightning's
         sampler deals them in turn."""
-        order, size = list(self.sampler), self._plan.step_size
+        order, size, ranks = list(self.sampler), self._plan.step_size, self._plan.world_size
         steps = [order[start : start + size] for start in range(0, len(order), size)]
-        return [sample for step in steps for rank in range(self._ranks) for sample in step[rank :: self._ranks]]
+        return [sample for step in steps for rank in range(ranks) for sample in step[rank::ranks]]
 
     def close(self) -> None:
         """End the loader's processes."""
