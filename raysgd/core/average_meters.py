@@ -252,7 +252,7 @@ def _weighted(name: Any, value: Any, n: float) -> tuple[Any, Any]:
     else:
         return _number(value, name), n
     if n and isinstance(weight, (float, int)):
-        weight = _weight(weight, f"the weight of {_named(name)} (return two other numbers under two names)")
+        weight = _weight(weight, name)
     return number, weight if n else 0
 
 
@@ -260,12 +260,15 @@ def _named(name: Any) -> str:
     return "the value" if name is None else f"the metric {shown(name)}"
 
 
-def _weight(n: Any, of: str = "num_samples, the number of samples of a batch,") -> float:
-    """Convert `n` to a Python number that can be a weight. Raise ValueError if it cannot."""
+def _weight(n: Any, name: Any = None) -> float:
+    """Convert `n` to a Python number that can be a weight, of this metric or of a batch. Raise
+    ValueError if it cannot."""
     try:
         number = n.item() if hasattr(n, "item") else n
     except Exception:  # an array of several elements
         number = None
     if not isinstance(number, (float, int)) or not 0 <= number < math.inf or not is_in_range(int(number)):
+        of = f"the weight of {_named(name)} (return two other numbers under two names)"
+        of = "num_samples, the number of samples of a batch," if name is None else of
         raise ValueError(f"{of} must be a finite number of 0 or more, got {shown(n)}")
     return float(number) if number >= _MOST_SAMPLES else number

@@ -16,6 +16,7 @@ from raysgd.core.metrics import OWN_NAMES, refuse_own_names
 from raysgd.core.sampling_plan import optimizer_steps
 from raysgd.core.timers import Timers
 from raysgd.errors import ConfigError, MissingPartError, close_to, shown
+from raysgd.training.feed import info_of_batch
 from raysgd.training.internals import Internals
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.step import Step
@@ -141,21 +142,15 @@ class OperatorBase:
         `info` is what was passed to `train`, with `epoch_idx`, `num_steps` the number of batches if
         it is limited, `epoch_idx` the epoch."""
         common = {**(info or {}), **self._epoch_info(num_steps), "epoch_idx": epoch_idx}
-        feed, batch_idx, count = self._internals.feed, 0, self.global_step
-        self._internals.begin_metrics()
         train_batch = self.train_batch
         named = "batch_info" in signature(train_batch).parameters
-        schedule = self._begin_epoch()
+        feed, schedule = self._internals.feed, self._begin_epoch()
         unchanged = iterator is feed.batches  # one of a subclass may repeat, merge, keep or leave out batches
+        self._internals.begin_metrics()
+        batch_idx, count = 0, self.global_step
         for batch in iterator:
             step, batch_idx = feed.step, max(batch_idx, feed.position.call_batches)  # also after a change of the group
-            current = step.current
-            batch_info = feed.make_info(batch_idx=batch_idx, global_step=count)
-            batch_info |= {"part": current.part, "last_part": current.whole}
-            batch_info["epoch_batch"] = feed.position.epoch_batches + step.batches - current.whole
-            if current.indices is not None:
-                batch_info["rows"] = current.indices
-            batch_info |= common
+            batch_info = info_of_batch(feed, common, batch_idx=batch_idx, global_step=count)
             try:
                 metrics = train_batch(batch, batch_info=batch_info) if named else train_batch(batch, batch_info)
                 if step.error is not None:  # before anything counts the batch
