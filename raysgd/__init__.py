@@ -32,13 +32,13 @@ from raysgd.version import __version__
 if TYPE_CHECKING:
     from raysgd.core.speed import RankSpeed, Speed
     from raysgd.engine.engine import shutdown_all
+    from raysgd.replica.seeding import seed_for
     from raysgd.tf.trainer import TFTrainer as TFTrainer
     from raysgd.torch.creators import CreatorOperator
     from raysgd.torch.operator import TrainingOperator
     from raysgd.torch.options import TrainingOptions
     from raysgd.torch.trainer import TorchTrainer
-    from raysgd.training.auto_checkpoint import AutoCheckpoint
-    from raysgd.training.seeding import seed_for
+    from raysgd.trainer.auto_checkpoint import AutoCheckpoint
 
 # What `from raysgd import *` imports: not TFTrainer, so that a script for PyTorch does not load TensorFlow.
 __all__ = [
@@ -78,9 +78,9 @@ _HOMES = {
     "Speed": "raysgd.core.speed",
     "RankSpeed": "raysgd.core.speed",
     "shutdown_all": "raysgd.engine.engine",
-    "AutoCheckpoint": "raysgd.training.auto_checkpoint",
+    "AutoCheckpoint": "raysgd.trainer.auto_checkpoint",
     "PyTorchTrainer": REFUSED,
-    "seed_for": "raysgd.training.seeding",
+    "seed_for": "raysgd.replica.seeding",
 }
 
 if not any(isinstance(finder, OldModules) for finder in sys.meta_path):

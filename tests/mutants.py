@@ -86,7 +86,7 @@ def units_to_read(seed: int, units: Any) -> Any:
 
 @mutant("tests/local/test_equal_runs.py::test_two_parts_are_equal_bit_by_bit[dropout]")
 def seed_parts_by_rank(patch: Patch) -> None:
-    from raysgd.training.feed import Feed
+    from raysgd.replica.feed import Feed
 
     def enter(feed: Feed, seed: Any) -> None:
         seed(epoch=feed.position.epoch, offset=feed.position.offset, part=feed.rank_info.world_rank)
@@ -99,7 +99,7 @@ def seed_parts_by_rank(patch: Patch) -> None:
     "[augmentation in loader processes-kills]"
 )
 def seed_once_per_epoch(patch: Patch) -> None:
-    instead("raysgd.training.feed.Feed._enter_part", lambda feed, seed: None)(patch)
+    instead("raysgd.replica.feed.Feed._enter_part", lambda feed, seed: None)(patch)
 
 
 # -- buffers ------------------------------------------------------------------------------------------
@@ -207,12 +207,12 @@ def write_no_checksums(patch: Patch) -> None:
 
 @mutant("tests/contracts/test_saves.py::test_a_draft_that_something_else_has_changed_does_not_replace_the_old_file")
 def keep_a_draft_that_is_not_what_was_written(patch: Patch) -> None:
-    instead("raysgd.training.saves.FileDraft._compare", lambda self, draft, report: None)(patch)
+    instead("raysgd.trainer.saves.FileDraft._compare", lambda self, draft, report: None)(patch)
 
 
 @mutant("tests/contracts/test_saves.py::test_a_worker_that_seemed_to_fail_never_mixes_its_bytes_with_another_ones")
 def let_the_worker_after_a_failure_write_to_the_same_draft(patch: Patch) -> None:
-    from raysgd.training.saves import FileDraft
+    from raysgd.trainer.saves import FileDraft
 
     original, made = FileDraft.begin, {}  # type: Any, dict[FileDraft, Any]
 
@@ -231,7 +231,7 @@ def let_the_worker_after_a_failure_write_to_the_same_draft(patch: Patch) -> None
 
 @mutant("tests/contracts/test_saves.py::test_a_save_that_was_abandoned_does_not_replace_the_old_file")
 def complete_a_save_that_was_abandoned(patch: Patch) -> None:
-    instead("raysgd.training.saves._Save.close", lambda self, error: None)(patch)
+    instead("raysgd.trainer.saves._Save.close", lambda self, error: None)(patch)
 
 
 @mutant("tests/storage/test_atomic_writes.py::test_a_file_is_on_the_disk_before_it_is_renamed_and_the_new_name_after")
@@ -269,7 +269,7 @@ def write_the_list_before_its_files(patch: Patch) -> None:
 
 @mutant("tests/training/test_background_saves.py::test_each_failed_save_is_reported")
 def forget_the_error_of_a_save_in_the_background(patch: Patch) -> None:
-    instead("raysgd.training.saves.Saves.raise_failed", lambda self: None)(patch)
+    instead("raysgd.trainer.saves.Saves.raise_failed", lambda self: None)(patch)
 
 
 # -- which checkpoints stay ---------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def forget_the_error_of_a_save_in_the_background(patch: Patch) -> None:
 
 @mutant("tests/training/test_auto_checkpoint.py::test_the_newest_and_the_best_stay")
 def delete_the_best_of_the_automatic_checkpoints(patch: Patch) -> None:
-    from raysgd.training.auto_checkpoint import CheckpointFolder
+    from raysgd.trainer.auto_checkpoint import CheckpointFolder
 
     def prune(self: CheckpointFolder) -> None:
         for place in self.newest_first()[self.settings.keep :]:
@@ -288,7 +288,7 @@ def delete_the_best_of_the_automatic_checkpoints(patch: Patch) -> None:
 
 @mutant("tests/training/test_auto_checkpoint.py::test_a_damaged_or_incomplete_checkpoint_is_never_taken")
 def resume_from_a_damaged_checkpoint(patch: Patch) -> None:
-    instead("raysgd.training.auto_checkpoint.CheckpointFolder.is_damaged", lambda self, place: False)(patch)
+    instead("raysgd.trainer.auto_checkpoint.CheckpointFolder.is_damaged", lambda self, place: False)(patch)
 
 
 @mutant("tests/training/test_auto_checkpoint.py::test_a_folder_belongs_to_one_trainer")
@@ -367,7 +367,7 @@ def accept_any_call_in_an_undefined_state(patch: Patch) -> None:
 
 @mutant("tests/contracts/test_replica.py::test_a_state_of_which_a_part_was_loaded_is_none")
 def pass_on_a_state_that_a_failed_load_has_left(patch: Patch) -> None:
-    from raysgd.training.replica_base import ReplicaBase
+    from raysgd.replica.replica_base import ReplicaBase
 
     always = property(lambda self: False, lambda self, value: None)
     patch.setattr(ReplicaBase, "undefined", always, raising=False)
@@ -393,7 +393,7 @@ def load_no_schedules(patch: Patch) -> None:
 
 @mutant(REPEATS)
 def load_no_place_in_the_data(patch: Patch) -> None:
-    instead("raysgd.training.replica_base.ReplicaBase._adopt_positions", lambda self, state: None)(patch)
+    instead("raysgd.replica.replica_base.ReplicaBase._adopt_positions", lambda self, state: None)(patch)
 
 
 # -- training functions -------------------------------------------------------------------------------

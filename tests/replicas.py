@@ -26,13 +26,13 @@ from raysgd.core.outcomes import Interrupted
 from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
+from raysgd.replica import evaluation
+from raysgd.replica.loading import take_over
+from raysgd.replica.replica_base import ReplicaBase
+from raysgd.replica.settings import OperatorReplicaFactory
+from raysgd.replica.user_functions import apply_operator
 from raysgd.train.replica import STOP_SIGNAL, FunctionReplica
 from raysgd.train.session_functions import Attempt, Codec
-from raysgd.training import evaluation
-from raysgd.training.loading import take_over
-from raysgd.training.replica_base import ReplicaBase
-from raysgd.training.settings import OperatorReplicaFactory
-from raysgd.training.user_functions import apply_operator
 
 __all__ = [
     "FunctionRank",
@@ -247,9 +247,9 @@ def tf_rank(
 ) -> OperatorRank:
     """Return a rank of a TFTrainer with this operator, or with a pair of creators, in a group of one: TensorFlow would wait for
     others, unless the test replaces the channel's collective."""
+    from raysgd.replica.settings import ReplicaSettings
     from raysgd.tf.compiled import operator_from_creators
     from raysgd.tf.replica import TFReplica
-    from raysgd.training.settings import ReplicaSettings
 
     operator = operator_from_creators(*operator) if isinstance(operator, tuple) else operator
     given = ReplicaSettings(**{"elastic": NO_SNAPSHOTS, **settings})

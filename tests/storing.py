@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.storage import checksums, folders, locations
-from raysgd.training import saves
+from raysgd.trainer import saves
 
 LIST = ".raysgd-folder.json"  # in a folder: its files, with their sizes and digests
 

@@ -24,13 +24,12 @@ FILES = sorted([*LIBRARY, *(ROOT / "operators").rglob("*.py")])
 LAYERS = {
     "0": "errors config environment constants version core",
     "1a": "storage callbacks data ray_data",
-    "1b": "torch tf horovod train training data/sample_seeds",
+    "1b": "torch tf horovod train replica data/sample_seeds",
     "2": "workers",
     "3": "engine",
-    "4": "torch/trainer torch/setup torch/strategies torch/checkpoint/sharded tf/trainer train/trainer train/executor "
-    "train/driver train/job train/rounds train/worker_group train/fit/trainer train/fit/frameworks train/splits "
-    "train/trials training/call_runner training/description training/named training/trainer_base training/loads "
-    "training/loops training/saves tune horovod/strategy",
+    "4": "trainer torch/trainer torch/setup torch/strategies torch/checkpoint/sharded tf/trainer train/trainer train/executor "
+    "train/driver train/job train/rounds train/worker_group train/fit/trainer train/fit/frameworks train/splits train/trials tune "
+    "horovod/strategy",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__ "
     "train/torch train/tensorflow train/horovod train/lightning",
     "5b": "operators cli compat demo",
@@ -42,53 +41,35 @@ SHARED = {"errors", "config", "environment", "constants", "version"}
 SIBLINGS = {
     "callbacks": {"storage"},
     "data": {"ray_data"},
-    "train": {"horovod", "tf", "torch", "training"},
-    "data/sample_seeds": {"training"},
-    "torch": {"data/sample_seeds", "training"},
-    "tf": {"training"},
+    "train": {"horovod", "tf", "torch", "replica"},
+    "data/sample_seeds": {"replica"},
+    "torch": {"data/sample_seeds", "replica"},
+    "tf": {"replica"},
     "horovod": {"torch"},
     "horovod/strategy": {"torch/strategies"},
     "train/job": {"train/splits"},
     "train/rounds": {"train/job"},
     "train/driver": {"train/job", "train/rounds", "train/worker_group"},
     "train/executor": {"train/driver", "train/job", "train/worker_group"},
-    "train/trainer": {"train/driver", "train/job", "train/splits", "train/trials", "train/worker_group"},
-    "train/fit/trainer": {"train/driver", "train/job", "train/splits", "train/trials"},
+    "train/trainer": {
+        "trainer/arguments",
+        "train/driver",
+        "train/job",
+        "train/splits",
+        "train/trials",
+        "train/worker_group",
+    },
+    "train/fit/trainer": {"trainer/arguments", "train/driver", "train/job", "train/splits", "train/trials"},
     "train/fit/frameworks": {"train/fit/trainer"},
     "train/lightning": {"train/torch"},
     "train/trials": {"train/driver", "train/job"},
     "tune": {"train/trials", "tf/trainer", "torch/setup"},
-    "torch/trainer": {
-        "torch/checkpoint/sharded",
-        "torch/setup",
-        "torch/strategies",
-        "training/call_runner",
-        "training/description",
-        "training/loops",
-        "training/named",
-        "training/saves",
-        "training/trainer_base",
-    },
-    "torch/checkpoint/sharded": {"training/loads", "training/saves"},
-    "tf/trainer": {
-        "training/call_runner",
-        "training/description",
-        "training/loops",
-        "training/named",
-        "training/trainer_base",
-    },
-    "training/loops": {"training/call_runner", "training/loads", "training/saves"},
-    "training/named": {"training/call_runner"},
-    "training/description": {"training/call_runner", "training/named"},
-    "training/trainer_base": {
-        "training/call_runner",
-        "training/description",
-        "training/loads",
-        "training/loops",
-        "training/named",
-        "training/saves",
-    },
+    "torch/trainer": {"torch/checkpoint/sharded", "torch/setup", "torch/strategies", "trainer"},
+    "torch/setup": {"trainer"},
+    "torch/checkpoint/sharded": {"trainer"},
+    "tf/trainer": {"trainer"},
 }
+
 
 # Files that name one as text which they must not import, to load it when it is used, and why.
 UPWARD = {
@@ -101,7 +82,7 @@ UPWARD = {
     ("train/checkpoint", "compat/without_effect"): "has an older name",
     ("train/trainer", "compat/without_effect"): "has an older name",
     ("train/trainer", "train/fit/trainer"): "has an older name",
-    ("training/operator_base", "torch/operator"): "asks whether a method is a default one of raysgd",
+    ("replica/operator_base", "torch/operator"): "asks whether a method is a default one of raysgd",
 }
 
 # Where each package of other projects may be imported.

@@ -14,7 +14,7 @@ from raysgd.errors import CheckpointError
 from raysgd.storage import folders
 from raysgd.tf.archive import HEAD, load
 from raysgd.train.checkpoint import DICT_FILE, Checkpoint
-from raysgd.training.auto_checkpoint import AutoCheckpoint, CheckpointFolder
+from raysgd.trainer.auto_checkpoint import AutoCheckpoint, CheckpointFolder
 
 
 def describe(path: Path) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from raysgd.config import at_least
 from raysgd.errors import ConfigError, shown, suggesting
-from raysgd.training.seeding import derived_seed, seed_python_and_numpy
+from raysgd.replica.seeding import derived_seed, seed_python_and_numpy
 
 
 class SampleSeeds(Dataset[Any]):

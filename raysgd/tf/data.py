@@ -19,12 +19,12 @@ import tensorflow as tf
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import SamplingPlan
 from raysgd.errors import ConfigError
+from raysgd.replica.position import Position
+from raysgd.replica.seeding import Places, seed_python_and_numpy
+from raysgd.replica.step import Drawn
 from raysgd.tf import foreign
 from raysgd.tf.channel import Channel
 from raysgd.tf.parts import rows_in
-from raysgd.training.position import Position
-from raysgd.training.seeding import Places, seed_python_and_numpy
-from raysgd.training.step import Drawn
 
 
 class Passes:

@@ -11,6 +11,11 @@ import tensorflow as tf
 from raysgd.constants import NUM_SAMPLES
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
+from raysgd.replica.internals import Internals
+from raysgd.replica.operator_base import OperatorBase, each_loader
+from raysgd.replica.settings import ReplicaSettings
+from raysgd.replica.step import Policies, Step
+from raysgd.replica.step_policy import Policy
 from raysgd.tf import foreign
 from raysgd.tf.channel import Channel
 from raysgd.tf.data import batches_per_epoch
@@ -26,11 +31,6 @@ from raysgd.tf.parts import (
     rows_in,
     running_statistics,
 )
-from raysgd.training.internals import Internals
-from raysgd.training.operator_base import OperatorBase, each_loader
-from raysgd.training.settings import ReplicaSettings
-from raysgd.training.step import Policies, Step
-from raysgd.training.step_policy import Policy
 
 NOT_AVERAGED = (
     "train_batch has made a step with the gradients of this worker alone, so the workers would train different models. In place of "

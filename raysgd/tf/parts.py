@@ -12,8 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd.errors import ConfigError
+from raysgd.replica.operator_base import RegisteredParts
 from raysgd.tf import foreign
-from raysgd.training.operator_base import RegisteredParts
 
 
 @dataclass

@@ -14,6 +14,12 @@ import tensorflow as tf
 from raysgd.core.outcomes import Interrupted
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import shown
+from raysgd.replica.feed import Source
+from raysgd.replica.position import Position
+from raysgd.replica.replica_base import ReplicaBase
+from raysgd.replica.seeding import Places, derived_seed, seed_python_and_numpy
+from raysgd.replica.settings import ReplicaSettings
+from raysgd.replica.snapshots import Copied
 from raysgd.storage.seen import SeenFile
 from raysgd.tf import states
 from raysgd.tf.data import OwnSource, SharedSource, make_source
@@ -21,12 +27,6 @@ from raysgd.tf.operator import KerasInternals, TrainingOperator
 from raysgd.tf.parts import rows_in, seed_states
 from raysgd.tf.process_group import prepare_runtime
 from raysgd.tf.results import KerasResults
-from raysgd.training.feed import Source
-from raysgd.training.position import Position
-from raysgd.training.replica_base import ReplicaBase
-from raysgd.training.seeding import Places, derived_seed, seed_python_and_numpy
-from raysgd.training.settings import ReplicaSettings
-from raysgd.training.snapshots import Copied
 
 # TensorFlow's own default for operations that have a seed, if no global seed is set. So such operations do what they do
 # without raysgd, and those without a seed do the same on all workers.

@@ -9,12 +9,12 @@ from typing import Any
 
 from raysgd.constants import GLOBAL, PER_WORKER
 from raysgd.core.metrics import Measured
+from raysgd.replica.phases import Phase
+from raysgd.replica.results import Results
 from raysgd.tf.channel import Channel
 from raysgd.tf.data import OwnSource
 from raysgd.tf.operator import KerasInternals, TrainingOperator
 from raysgd.tf.parts import assign
-from raysgd.training.phases import Phase
-from raysgd.training.results import Results
 
 
 class KerasResults(Results):

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from raysgd.errors import CheckpointError
+from raysgd.replica.position import check_counters
 from raysgd.tf import archive
 from raysgd.tf.parts import assign, values
-from raysgd.training.position import check_counters
 
 FORMAT = "raysgd-tensorflow"
 VERSION = 1

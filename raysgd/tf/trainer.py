@@ -24,20 +24,20 @@ from raysgd.config import (
 )
 from raysgd.core.protocols import Call
 from raysgd.errors import ConfigError, shown
+from raysgd.replica.internals import internals_of
+from raysgd.replica.settings import OperatorReplicaFactory, ReplicaSettings
 from raysgd.tf import states
 from raysgd.tf.compiled import EVALUATE, FIT, CompiledOperator, checked_fit_config, operator_from_creators
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.process_group import TensorFlowBackend
 from raysgd.tf.replica import TFReplica
-from raysgd.training.arguments import check_call, check_config, checked, needs_ray, refuse_unknown
-from raysgd.training.auto_checkpoint import AutoCheckpoint
-from raysgd.training.call_runner import exclusive
-from raysgd.training.description import RunDescription
-from raysgd.training.internals import internals_of
-from raysgd.training.loops import opened_folder
-from raysgd.training.named import checked_name
-from raysgd.training.settings import OperatorReplicaFactory, ReplicaSettings
-from raysgd.training.trainer_base import TrainerBase
+from raysgd.trainer.arguments import check_call, check_config, checked, needs_ray, refuse_unknown
+from raysgd.trainer.auto_checkpoint import AutoCheckpoint
+from raysgd.trainer.call_runner import exclusive
+from raysgd.trainer.description import RunDescription
+from raysgd.trainer.loops import opened_folder
+from raysgd.trainer.named import checked_name
+from raysgd.trainer.trainer_base import TrainerBase
 
 logger = logging.getLogger("raysgd")
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from raysgd.replica.feed import Feed
+from raysgd.replica.step import Step
+from raysgd.replica.step_policy import Policy
 from raysgd.torch.checkpoint.packing import has_bytes
 from raysgd.torch.foreign import content_version
 from raysgd.torch.parts import Parts
 from raysgd.torch.step_options import settings_of
-from raysgd.training.feed import Feed
-from raysgd.training.step import Step
-from raysgd.training.step_policy import Policy
 
 logger = logging.getLogger("raysgd")
 

@@ -16,6 +16,10 @@ from raysgd.core.outcomes import TrainAgain
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import Division
 from raysgd.errors import ConfigError
+from raysgd.replica.feed import Feed
+from raysgd.replica.position import Position
+from raysgd.replica.step import Step
+from raysgd.replica.step_policy import Policy
 from raysgd.torch.contract import (
     CHANGED,
     CHANGED_AFTER,
@@ -37,10 +41,6 @@ from raysgd.torch.foreign import content_version, is_compiled, run_after_backwar
 from raysgd.torch.parts import Parts
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.skipped_steps import gathered_objects
-from raysgd.training.feed import Feed
-from raysgd.training.position import Position
-from raysgd.training.step import Step
-from raysgd.training.step_policy import Policy
 
 logger = logging.getLogger("raysgd")
 

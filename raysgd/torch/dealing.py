@@ -13,12 +13,12 @@ import torch
 
 from raysgd.core.dealing import EVERY, MOST_DOUBLED, BySpeed, usual_seconds
 from raysgd.core.ranks import RankInfo
+from raysgd.replica.feed import Feed
+from raysgd.replica.step import Step
+from raysgd.replica.step_policy import Policy
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import run_after_backward
 from raysgd.torch.skipped_steps import gathered_objects, summed
-from raysgd.training.feed import Feed
-from raysgd.training.step import Step
-from raysgd.training.step_policy import Policy
 
 logger = logging.getLogger("raysgd")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from raysgd.replica.internals import Internals, internals_of
 from raysgd.torch.foreign import nested_schedulers
-from raysgd.training.internals import Internals, internals_of
 
 IGNORED = (
     "the loaded state has different settings of optimizers than this script: %s. Training continues with the loaded ones. "

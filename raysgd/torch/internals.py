@@ -7,6 +7,7 @@ from typing import Any
 
 from raysgd.core.average_meters import AverageMeterCollection
 from raysgd.core.ranks import RankInfo
+from raysgd.replica.internals import Internals
 from raysgd.torch.attributes import WatchAttributes
 from raysgd.torch.batch_mode import KeepBatch
 from raysgd.torch.buffers import RestoreBuffers
@@ -19,7 +20,6 @@ from raysgd.torch.settings import TorchSettings
 from raysgd.torch.skipped_steps import SkipStep
 from raysgd.torch.weights import GradientWeights
 from raysgd.torch.whole_gradients import WholeGradients
-from raysgd.training.internals import Internals
 
 GET_BATCHES = ("train_epoch", "train_batch", "validate", "validate_batch", "predict_batch")  # methods
 

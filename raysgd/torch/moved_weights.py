@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from raysgd.replica.step import Step
+from raysgd.replica.step_policy import Policy
 from raysgd.torch.closures import after_gradients, closure_in
 from raysgd.torch.foreign import copy_all
 from raysgd.torch.parts import Parts
-from raysgd.training.step import Step
-from raysgd.training.step_policy import Policy
 
 
 class RestoreWeights(Policy):

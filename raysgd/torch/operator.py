@@ -19,6 +19,9 @@ from raysgd.core.ranks import RankInfo
 from raysgd.data.sample_seeds import seeded_for
 from raysgd.errors import ConfigError, MissingPartError, shown
 from raysgd.ray_data.columns import RayData
+from raysgd.replica.operator_base import Schedule
+from raysgd.replica.step import Policies
+from raysgd.replica.step_policy import Policy
 from raysgd.torch.accuracy import accuracy
 from raysgd.torch.attributes import WatchAttributes
 from raysgd.torch.data.sampling import batches_per_epoch
@@ -31,9 +34,6 @@ from raysgd.torch.settings import TorchSettings
 from raysgd.torch.step_options import samples_in
 from raysgd.torch.step_order import policies_for
 from raysgd.torch.weights import Counted, counted_by_criterion, counted_by_model
-from raysgd.training.operator_base import Schedule
-from raysgd.training.step import Policies
-from raysgd.training.step_policy import Policy
 
 LABELS = "labels"  # in a batch that is a dictionary, as models of transformers take it
 NO_LOSS = (

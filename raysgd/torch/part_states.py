@@ -13,12 +13,12 @@ import torch
 from raysgd.core.outcomes import TrainAgain
 from raysgd.core.tree import mapped
 from raysgd.errors import CheckpointError, ConfigError
+from raysgd.replica.feed import Feed, NoFeed
+from raysgd.replica.position import Position
+from raysgd.replica.step import Step
+from raysgd.replica.step_policy import Policy
 from raysgd.torch.parts import Parts, move
 from raysgd.torch.skipped_steps import gathered_objects, summed
-from raysgd.training.feed import Feed, NoFeed
-from raysgd.training.position import Position
-from raysgd.training.step import Step
-from raysgd.training.step_policy import Policy
 
 logger = logging.getLogger("raysgd")
 

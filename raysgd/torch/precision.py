@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from raysgd.errors import ConfigError
+from raysgd.replica.step import Step
+from raysgd.replica.step_policy import Policy
 from raysgd.torch.foreign import keep_found
-from raysgd.training.step import Step
-from raysgd.training.step_policy import Policy
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 

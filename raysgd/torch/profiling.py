@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from raysgd.callbacks.torch_profiler import ProfilerSettings
-from raysgd.training.feed import Feed
-from raysgd.training.step import Step
-from raysgd.training.step_policy import Policy
+from raysgd.replica.feed import Feed
+from raysgd.replica.step import Step
+from raysgd.replica.step_policy import Policy
 
 
 class TraceKeeper:

@@ -14,6 +14,13 @@ from raysgd.constants import PER_WORKER
 from raysgd.core.control import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import CheckpointError, ConfigError
+from raysgd.replica.feed import Source
+from raysgd.replica.internals import internals_of
+from raysgd.replica.phases import CALLS
+from raysgd.replica.replica_base import ReplicaBase
+from raysgd.replica.rows import OTHER
+from raysgd.replica.seeding import seed_python_and_numpy
+from raysgd.replica.snapshots import Copied
 from raysgd.storage.seen import SeenFile
 from raysgd.torch import sharing
 from raysgd.torch.checkpoint import packing, states
@@ -31,13 +38,6 @@ from raysgd.torch.registered_rows import RegisteredRows
 from raysgd.torch.results import TorchResults
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.skipped_steps import gathered_objects
-from raysgd.training.feed import Source
-from raysgd.training.internals import internals_of
-from raysgd.training.phases import CALLS
-from raysgd.training.replica_base import ReplicaBase
-from raysgd.training.rows import OTHER
-from raysgd.training.seeding import seed_python_and_numpy
-from raysgd.training.snapshots import Copied
 
 logger = logging.getLogger("raysgd")
 

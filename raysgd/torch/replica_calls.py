@@ -20,6 +20,9 @@ from raysgd.core.blobs import Blobs
 from raysgd.core.outcomes import Interrupted
 from raysgd.core.tree import mapped
 from raysgd.errors import shown
+from raysgd.replica.loading import agreed, refusal_of, take_over
+from raysgd.replica.seeding import derived_seed
+from raysgd.replica.writing import Report, reported
 from raysgd.storage.locations import Place
 from raysgd.torch.checkpoint import shard_files, states
 from raysgd.torch.checkpoint.checks import check_fits
@@ -28,9 +31,6 @@ from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.rank_comparison import elements_of, sums_of
 from raysgd.torch.replica import TorchReplica
-from raysgd.training.loading import agreed, refusal_of, take_over
-from raysgd.training.seeding import derived_seed
-from raysgd.training.writing import Report, reported
 
 
 def update_scheduler(replica: TorchReplica, metric: Any) -> None:

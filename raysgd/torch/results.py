@@ -12,12 +12,12 @@ from typing import Any
 from raysgd.constants import NUM_SAMPLES
 from raysgd.core.metrics import SKIPPED, Measured
 from raysgd.core.tree import mapped
+from raysgd.replica.phases import Phase
+from raysgd.replica.results import Results
 from raysgd.torch.foreign import content_version
 from raysgd.torch.internals import TorchInternals
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.registered_rows import RegisteredRows
-from raysgd.training.phases import Phase
-from raysgd.training.results import Results
 
 logger = logging.getLogger("raysgd")
 

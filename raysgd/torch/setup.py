@@ -27,12 +27,12 @@ from raysgd.constants import BATCH_SIZE
 from raysgd.errors import ConfigError, shown
 from raysgd.ray_data.columns import RayData
 from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
+from raysgd.replica.settings import OperatorReplicaFactory
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.replica import TorchReplica
 from raysgd.torch.settings import TorchSettings
-from raysgd.training.arguments import check_config, needs_ray
-from raysgd.training.auto_checkpoint import AutoCheckpoint, wanted_metrics
-from raysgd.training.settings import OperatorReplicaFactory
+from raysgd.trainer.arguments import check_config, needs_ray
+from raysgd.trainer.auto_checkpoint import AutoCheckpoint, wanted_metrics
 from raysgd.workers.cluster import gpus_for_workers
 
 logger = logging.getLogger("raysgd")

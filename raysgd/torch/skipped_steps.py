@@ -14,11 +14,11 @@ from torch.nn.utils import get_total_norm
 
 from raysgd.core.control import Control
 from raysgd.errors import ConfigError, NonFiniteError
+from raysgd.replica.position import Position
+from raysgd.replica.step import Step
+from raysgd.replica.step_policy import Policy
 from raysgd.torch.parts import Parts
 from raysgd.torch.wrapping import Exchange
-from raysgd.training.position import Position
-from raysgd.training.step import Step
-from raysgd.training.step_policy import Policy
 
 MOST_LEFT_OUT = 50
 ADVICE = {

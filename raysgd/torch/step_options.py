@@ -15,14 +15,14 @@ from torch import nn
 
 from raysgd.core.timers import Timers
 from raysgd.errors import ConfigError
+from raysgd.replica.feed import Feed
+from raysgd.replica.pace import Pace
+from raysgd.replica.step import Step
+from raysgd.replica.step_policy import Policy
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import divisor_of, run_after_backward
 from raysgd.torch.parts import Parts
 from raysgd.torch.weights import GradientWeights
-from raysgd.training.feed import Feed
-from raysgd.training.pace import Pace
-from raysgd.training.step import Step
-from raysgd.training.step_policy import Policy
 
 logger = logging.getLogger("raysgd")
 

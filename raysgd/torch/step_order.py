@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from raysgd.replica.step_policy import Policy
 from raysgd.torch.attributes import WatchAttributes
 from raysgd.torch.batch_mode import KeepBatch
 from raysgd.torch.buffers import RestoreBuffers
@@ -27,7 +28,6 @@ from raysgd.torch.step_options import (
 )
 from raysgd.torch.weights import GradientWeights
 from raysgd.torch.whole_gradients import WholeGradients
-from raysgd.training.step_policy import Policy
 
 IN_ORDER: tuple[type[Policy], ...] = (
     ReadAfterLaunch,  # when the backward pass is launched: what follows may wait for the device

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 
 from raysgd.errors import ConfigError, shown
+from raysgd.replica.operator_base import OperatorBase
+from raysgd.replica.step import Step
 from raysgd.torch.closures import after_gradients, closure_in
 from raysgd.torch.internals import TorchInternals
 from raysgd.torch.parts import Parts
 from raysgd.torch.wrapping import Exchange
-from raysgd.training.operator_base import OperatorBase
-from raysgd.training.step import Step
 
 NOT_CLEARED = (
     "the second step adds its gradients to those of the first one, which were not cleared. raysgd counts the batches for "

@@ -19,6 +19,8 @@ from raysgd.core import offers
 from raysgd.core.protocols import Call
 from raysgd.core.snapshot import Snapshot
 from raysgd.errors import CheckpointError, ConfigError, suggesting
+from raysgd.replica.internals import internals_of
+from raysgd.replica.seeding import DrawnAnew
 from raysgd.torch import replica_calls, setup
 from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.models import unpacked_models
@@ -29,15 +31,13 @@ from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.strategies import choose_strategy
-from raysgd.training.arguments import check_call, checked, refuse_unknown
-from raysgd.training.auto_checkpoint import AutoCheckpoint
-from raysgd.training.call_runner import exclusive
-from raysgd.training.description import RunDescription
-from raysgd.training.internals import internals_of
-from raysgd.training.loops import opened_folder
-from raysgd.training.named import checked_name
-from raysgd.training.seeding import DrawnAnew
-from raysgd.training.trainer_base import TrainerBase
+from raysgd.trainer.arguments import check_call, checked, refuse_unknown
+from raysgd.trainer.auto_checkpoint import AutoCheckpoint
+from raysgd.trainer.call_runner import exclusive
+from raysgd.trainer.description import RunDescription
+from raysgd.trainer.loops import opened_folder
+from raysgd.trainer.named import checked_name
+from raysgd.trainer.trainer_base import TrainerBase
 
 logger = logging.getLogger("raysgd")
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from raysgd.errors import ConfigError
+from raysgd.replica.step import Step
+from raysgd.replica.step_policy import Policy
 from raysgd.torch.parts import Parts
-from raysgd.training.step import Step
-from raysgd.training.step_policy import Policy
 
 
 class WholeGradients(Policy):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from raysgd.replica.step import Step
+from raysgd.replica.step_policy import Policy
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.parts import Parts
-from raysgd.training.step import Step
-from raysgd.training.step_policy import Policy
 
 PLACES = 1 << 16  # the samples of larger data sets share them
 

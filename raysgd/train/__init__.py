@@ -41,6 +41,7 @@ from raysgd.train.session_functions import (
 from raysgd.train.settings import CheckpointConfig, CheckpointStrategy, FailureConfig, RunConfig, ScalingConfig
 
 if TYPE_CHECKING:
+    from raysgd.replica.seeding import seed_for
     from raysgd.train import tensorflow as tensorflow
     from raysgd.train import torch as torch
     from raysgd.train.driver import SGDIterator, TrainingIterator
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from raysgd.train.fit.trainer import DataParallelTrainer
     from raysgd.train.trainer import Trainer
     from raysgd.train.worker_group import WorkerGroup
-    from raysgd.training.seeding import seed_for
 
     session: Any
 
@@ -113,7 +113,7 @@ _HOMES = {
     "Trainer": "raysgd.train.trainer",
     "TrainingIterator": "raysgd.train.driver",
     "WorkerGroup": "raysgd.train.worker_group",
-    "seed_for": "raysgd.training.seeding",
+    "seed_for": "raysgd.replica.seeding",
     "session": "raysgd.train.session",
     "tensorflow": "raysgd.train.tensorflow",
     "torch": "raysgd.train.torch",

@@ -18,6 +18,9 @@ from torch.utils.data.distributed import DistributedSampler
 from raysgd.core.ranks import RankInfo
 from raysgd.core.tree import leaves
 from raysgd.errors import ConfigError
+from raysgd.replica.feed import Carrier
+from raysgd.replica.seeding import derived_seed
+from raysgd.replica.step import Drawn
 from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.data.prefetch import make_carrier
 from raysgd.torch.data.sampling import batches_per_epoch, is_planned
@@ -25,9 +28,6 @@ from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import loader_with
 from raysgd.torch.parts import move
 from raysgd.train.session_functions import Session
-from raysgd.training.feed import Carrier
-from raysgd.training.seeding import derived_seed
-from raysgd.training.step import Drawn
 
 END = object()  # after the batches of a pass
 LACKS = (

@@ -28,7 +28,7 @@ from raysgd.train.job import FunctionJob, FunctionWorkers, check_function
 from raysgd.train.settings import CheckpointConfig, ScalingConfig, without_rays_own
 from raysgd.train.splits import make_splits
 from raysgd.train.worker_group import WorkerGroup
-from raysgd.training.arguments import check_hook
+from raysgd.trainer.arguments import check_hook
 from raysgd.workers.tracebacks import folding
 
 __all__ = ["Trainer", "get_backend_config_cls", "in_order"]

@@ -17,8 +17,8 @@ import torch
 from raysgd import CheckpointError
 from raysgd.core.control import Control
 from raysgd.storage import durable
-from raysgd.training import saves
-from raysgd.training.saves import SaveHandle, Saves
+from raysgd.trainer import saves
+from raysgd.trainer.saves import SaveHandle, Saves
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.transfer import Giving, Transfer
 

@@ -90,7 +90,7 @@ def test_a_description_shows_the_users_lines_behind_those_of_libraries() -> None
     stack = (
         *torch,
         users,
-        f"{PACKAGE}/training/step.py:3 g",
+        f"{PACKAGE}/replica/step.py:3 g",
         caller,
         f"{PACKAGE}/workers/actor.py:5 run",
         "/p/threading.py:1 run",
@@ -103,7 +103,7 @@ def test_a_description_shows_the_users_lines_behind_those_of_libraries() -> None
         "[1 frame of libraries]",
         caller,
     ]
-    users_alone = describe_rank(RankReport(rank=0, stack=(users, f"{PACKAGE}/training/step.py:3 g"))).splitlines()
+    users_alone = describe_rank(RankReport(rank=0, stack=(users, f"{PACKAGE}/replica/step.py:3 g"))).splitlines()
     assert [line.strip() for line in users_alone[1:]] == [users]
     assert describe_rank(RankReport(rank=0, stack=tuple(torch))).count("\n") == 6
 

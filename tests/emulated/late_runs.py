@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
+from raysgd.replica.step import Step
 from raysgd.torch import nccl, replica
 from raysgd.torch.buffers import RestoreBuffers
 from raysgd.torch.checkpoint import host_memory, packing
@@ -29,7 +30,6 @@ from raysgd.torch.checkpoint.host_memory import HostMemory
 from raysgd.torch.data import prefetch
 from raysgd.torch.data.prefetch import CudaCarrier, make_carrier
 from raysgd.torch.parts import Parts
-from raysgd.training.step import Step
 from tests.emulated import late_group
 from tests.emulated.late_device import DEVICE, module, stream
 from tests.emulated.late_stream import MOST_AHEAD, Stream

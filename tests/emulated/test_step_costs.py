@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
 from raysgd.core.hang import PACKAGE
-from raysgd.training.replica_base import ReplicaBase
+from raysgd.replica.replica_base import ReplicaBase
 from tests.emulated.late_group import install
 from tests.emulated.on_late import OnLate
 

@@ -27,14 +27,14 @@ from raysgd.core.lease import Lease
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.outcomes import Outcome
 from raysgd.engine.engine import Engine
+from raysgd.replica.snapshots import Snapshotter
+from raysgd.replica.user_functions import notice_preemption
 from raysgd.torch.foreign import run_after_backward
 from raysgd.torch.sharing import share_state
 from raysgd.torch.strategies import Strategy
 from raysgd.torch.trainer import choose_strategy
 from raysgd.torch.wrapping import Exchange
-from raysgd.training.description import RunDescription, make_engine
-from raysgd.training.snapshots import Snapshotter
-from raysgd.training.user_functions import notice_preemption
+from raysgd.trainer.description import RunDescription, make_engine
 from raysgd.workers.calls import with_value
 from raysgd.workers.orphan import NamedHost
 from tests.local.tasks import Task, current
@@ -232,8 +232,8 @@ class Cluster:
         Cluster.running = self
         self.replace(
             {
-                "raysgd.training.description.make_engine": self._make_engine,
-                "raysgd.training.trainer_base.pack": lambda value: value,
+                "raysgd.trainer.description.make_engine": self._make_engine,
+                "raysgd.trainer.trainer_base.pack": lambda value: value,
                 "raysgd.torch.trainer.choose_strategy": self._strategy,
                 "raysgd.torch.sharing.share_state": self._share_state,
                 "torch.distributed.is_initialized": lambda: self._has_group(),
@@ -266,7 +266,7 @@ class Cluster:
     def left_alone(self) -> Iterator[None]:
         """Let the worker of a new trainer be this process."""
         with (
-            patch("raysgd.training.description.make_engine", make_engine),
+            patch("raysgd.trainer.description.make_engine", make_engine),
             patch("raysgd.torch.trainer.choose_strategy", choose_strategy),
         ):
             yield

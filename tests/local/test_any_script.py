@@ -24,7 +24,7 @@ from raysgd import AutoCheckpoint, ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.callbacks import Callback, EarlyStopping
 from raysgd.errors import ConfigError
 from raysgd.torch import TrainingOperator
-from raysgd.training.named import NamedCalls
+from raysgd.trainer.named import NamedCalls
 from tests.local.group import Cluster
 from tests.tiers import NIGHTLY
 

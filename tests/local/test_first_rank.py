@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from raysgd import TorchTrainer
-from raysgd.training.operator_base import RANK_IN_SETUP
+from raysgd.replica.operator_base import RANK_IN_SETUP
 from tests.local.group import Cluster, Fault
 from tests.torch.small import Line, inline
 

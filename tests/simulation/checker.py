@@ -11,7 +11,7 @@ from raysgd.constants import NUM_SAMPLES
 from raysgd.core.messages import Interrupt
 from raysgd.core.outcomes import WorkerFailed
 from raysgd.core.policy import PLANNED, Recovery
-from raysgd.training.within_call import Contents
+from raysgd.trainer.within_call import Contents
 from tests.simulation.network import ProcessGroup
 from tests.simulation.replica import Step, UserError, weights_after
 

@@ -27,10 +27,10 @@ from raysgd.engine.recovery import RecoveryLog, RecoveryLoop
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import Leaver, WorkerInfo, WorkerTable
-from raysgd.training import loading
-from raysgd.training.position import Position
-from raysgd.training.step import Step
-from raysgd.training.within_call import Contents
+from raysgd.replica import loading
+from raysgd.replica.position import Position
+from raysgd.replica.step import Step
+from raysgd.trainer.within_call import Contents
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import WorkerEnded
 from raysgd.workers.replica_host import ReplicaHost

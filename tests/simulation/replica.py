@@ -19,12 +19,12 @@ from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import SamplingPlan
 from raysgd.errors import CheckpointError
-from raysgd.training.feed import Feed, MembershipChange, Source
-from raysgd.training.loading import Refusal, take_over
-from raysgd.training.position import Position
-from raysgd.training.step import Drawn
-from raysgd.training.step import Step as OptimizerStep
-from raysgd.training.writing import Asking, NoDriver
+from raysgd.replica.feed import Feed, MembershipChange, Source
+from raysgd.replica.loading import Refusal, take_over
+from raysgd.replica.position import Position
+from raysgd.replica.step import Drawn
+from raysgd.replica.step import Step as OptimizerStep
+from raysgd.replica.writing import Asking, NoDriver
 from tests.simulation.network import NetworkError
 
 __all__ = ["GpuError", "SimReplica", "Step", "UserError", "steps_of", "value_of", "weights_after"]

@@ -18,8 +18,8 @@ from raysgd.core.snapshot import Ask, Snapshot
 from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, DivergenceError, ResourceError, TrainingFailedError, WorkerStartError
-from raysgd.training.within_call import Contents, WithinCall
-from raysgd.training.within_call import Schedule as Due
+from raysgd.trainer.within_call import Contents, WithinCall
+from raysgd.trainer.within_call import Schedule as Due
 from tests.simulation.checker import Checker, Violation
 from tests.simulation.faults import Cancelled, Schedule
 from tests.simulation.group import Large, Node, SimGroup

@@ -11,10 +11,10 @@ tf = pytest.importorskip("tensorflow")
 
 from raysgd.core.ranks import RankInfo  # noqa: E402
 from raysgd.errors import ConfigError  # noqa: E402
+from raysgd.replica.position import Position  # noqa: E402
+from raysgd.replica.step import Drawn  # noqa: E402
 from raysgd.tf.channel import Channel  # noqa: E402
 from raysgd.tf.data import OwnSource, SharedSource, make_source  # noqa: E402
-from raysgd.training.position import Position  # noqa: E402
-from raysgd.training.step import Drawn  # noqa: E402
 
 
 def numbers(count: int = 23, size: int = 5, seed: int | None = None) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from raysgd.replica.step import Drawn, Outcome, Step
 from raysgd.torch.dealing import Dealer, OwnSeconds
-from raysgd.training.step import Drawn, Outcome, Step
 
 
 class Clock:

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import AutoCheckpoint, ConfigError, ElasticConfig, TorchTrainer
+from raysgd.replica.snapshots import Snapshotter
 from raysgd.torch import TrainingOperator
-from raysgd.training.snapshots import Snapshotter
 from tests.local.group import Cluster, Fault
 from tests.local.runs import weights_of
 from tests.peek import finish_saves, leave_no_checkpoint_out

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ConfigError, TrainingOptions
-from raysgd.training.step import Step
-from raysgd.training.step_policy import Policy
+from raysgd.replica.step import Step
+from raysgd.replica.step_policy import Policy
 from tests.local.runs import train
 from tests.peek import add_policy, parts_of
 from tests.torch.small import Line, inline, weights

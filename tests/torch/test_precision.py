@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from raysgd import TrainingOptions
+from raysgd.replica.step import Drawn, Step
 from raysgd.torch.precision import Fp16, make_precision
-from raysgd.training.step import Drawn, Step
 from tests.peek import options_of
 from tests.torch.small import Line, inline, operator_of, rows, set_scale, weights
 

@@ -19,9 +19,9 @@ from raysgd import AutoCheckpoint, CheckpointError, ConfigError, TorchTrainer, s
 from raysgd.callbacks import Callback, EarlyStopping
 from raysgd.core.metrics import Measured
 from raysgd.core.progress import Progress
-from raysgd.training.auto_checkpoint import CheckpointFolder, SavedPlace, WriterFailed
-from raysgd.training.saves import FileDraft
-from raysgd.training.writing import Question
+from raysgd.replica.writing import Question
+from raysgd.trainer.auto_checkpoint import CheckpointFolder, SavedPlace, WriterFailed
+from raysgd.trainer.saves import FileDraft
 from tests import storing
 from tests.peek import finish_saves, leave_no_checkpoint_out
 from tests.torch.small import Line, inline, rows, weights

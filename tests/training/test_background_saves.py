@@ -14,7 +14,7 @@ from torch import nn
 
 from raysgd import CheckpointError, ConfigError, NotActiveError
 from raysgd.torch import TorchTrainer
-from raysgd.training.saves import Saves
+from raysgd.trainer.saves import Saves
 from tests import storing
 from tests.storage import damage
 from tests.torch.small import Line, inline, weights

@@ -11,10 +11,10 @@ import pytest
 from raysgd.callbacks.base import Run
 from raysgd.config import ElasticConfig
 from raysgd.errors import ConfigError
-from raysgd.training.named import NamedCalls, checked_name
-from raysgd.training.place import Made
-from raysgd.training.replica_base import ReplicaBase
-from raysgd.training.settings import OperatorReplicaFactory, ReplicaSettings
+from raysgd.replica.replica_base import ReplicaBase
+from raysgd.replica.settings import OperatorReplicaFactory, ReplicaSettings
+from raysgd.trainer.named import NamedCalls, checked_name
+from raysgd.trainer.place import Made
 
 
 class Tenure:

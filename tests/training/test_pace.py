@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from raysgd.core.speed import Sums
-from raysgd.training import pace
-from raysgd.training.pace import Pace
+from raysgd.replica import pace
+from raysgd.replica.pace import Pace
 
 
 class Loop:

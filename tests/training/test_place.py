@@ -15,9 +15,9 @@ from raysgd.callbacks import Callback, EarlyStopping
 from raysgd.callbacks.base import Run
 from raysgd.engine.call import Call, Job
 from raysgd.errors import ResourceError
-from raysgd.training.call_runner import CallRunner
-from raysgd.training.place import Made, Place, storable
-from raysgd.training.replica_base import ReplicaBase
+from raysgd.replica.replica_base import ReplicaBase
+from raysgd.trainer.call_runner import CallRunner
+from raysgd.trainer.place import Made, Place, storable
 from tests.torch.small import inline, weights
 from tests.training.test_auto_checkpoint import STEPS, Noisy, lived_until, started
 

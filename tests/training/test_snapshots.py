@@ -11,8 +11,8 @@ from raysgd.core.control import Control
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.metrics import Measured
 from raysgd.core.progress import Progress
-from raysgd.training import snapshots
-from raysgd.training.snapshots import Snapshotter
+from raysgd.replica import snapshots
+from raysgd.replica.snapshots import Snapshotter
 
 
 class Driver:

@@ -15,9 +15,9 @@ from torch import nn
 from raysgd import AutoCheckpoint, ConfigError
 from raysgd.core.metrics import Measured, WeightedMean, merge_measured
 from raysgd.core.progress import Progress
-from raysgd.training.auto_checkpoint import measured_in, numbers_of
-from raysgd.training.within_call import Contents, Schedule, WithinCall
-from raysgd.training.writing import Asking, Question, Reply
+from raysgd.replica.writing import Asking, Question, Reply
+from raysgd.trainer.auto_checkpoint import measured_in, numbers_of
+from raysgd.trainer.within_call import Contents, Schedule, WithinCall
 from tests.peek import delay_saves, finish_saves, leave_no_checkpoint_out, saves_within_again
 from tests.torch.small import Line, inline, weights
 

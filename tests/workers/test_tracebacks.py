@@ -18,7 +18,7 @@ REMOTE = f"""Traceback (most recent call last):
   File "{OURS}", line 63, in perform
     value = self._method(verb)
             ^^^^^^^^^^^^^^^^^^
-  File "/elsewhere/site-packages/raysgd/training/replica_base.py", line 99, in train
+  File "/elsewhere/site-packages/raysgd/replica/replica_base.py", line 99, in train
     result = operator.train_epoch()
   File "{CELL}", line 2, in train_batch
   File "/home/me/helper.py", line 5, in halve

@@ -13,13 +13,13 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from raysgd.errors import CheckpointError
+from raysgd.replica.position import check_counters
 from raysgd.torch.checkpoint import states
 from raysgd.torch.data.sampling import has_own_batches, is_planned
 from raysgd.torch.data.stateful import marks_in
 from raysgd.torch.foreign import nested_schedulers
 from raysgd.torch.part_states import check_part_states
 from raysgd.torch.parts import Parts
-from raysgd.training.position import check_counters
 
 
 def check_fits(parts: Parts, state: dict[str, Any]) -> None:

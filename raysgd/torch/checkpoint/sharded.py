@@ -14,18 +14,18 @@ from typing import Any
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, ConfigError
+from raysgd.replica.seeding import DrawnAnew
+from raysgd.replica.writing import Report
 from raysgd.storage import durable, locations, remote
 from raysgd.storage.folders import MARKER, FileEntry, dump_list
 from raysgd.storage.remote import Uri
 from raysgd.storage.seen import SeenFile, readable
 from raysgd.torch import replica_calls
 from raysgd.torch.checkpoint import shard_files
-from raysgd.training.auto_checkpoint import CheckpointFolder
-from raysgd.training.loads import Again, Loads, Take
-from raysgd.training.saves import SaveHandle, Saves
-from raysgd.training.seeding import DrawnAnew
-from raysgd.training.within_call import Contents
-from raysgd.training.writing import Report
+from raysgd.trainer.auto_checkpoint import CheckpointFolder
+from raysgd.trainer.loads import Again, Loads, Take
+from raysgd.trainer.saves import SaveHandle, Saves
+from raysgd.trainer.within_call import Contents
 
 logger = logging.getLogger("raysgd")
 

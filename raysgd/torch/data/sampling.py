@@ -23,8 +23,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from raysgd.core.sampling_plan import Division, RankPart, SamplingPlan
 from raysgd.errors import ConfigError
+from raysgd.replica.seeding import seed_generators
 from raysgd.torch.foreign import loader_with
-from raysgd.training.seeding import seed_generators
 
 # The units of an epoch in their order: sample indices (a range, a tensor) or whole batches of a user's batch sampler.
 Order = range | torch.Tensor | list[Any]

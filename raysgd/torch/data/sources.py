@@ -20,6 +20,9 @@ from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import Division, SamplingPlan
 from raysgd.core.tree import mapped
 from raysgd.ray_data.columns import RayData
+from raysgd.replica.position import Position
+from raysgd.replica.seeding import Places, derived_seed
+from raysgd.replica.step import Drawn
 from raysgd.torch.data.iterable import sharded_live
 from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.data.sampling import (
@@ -37,9 +40,6 @@ from raysgd.torch.data.sampling import (
     set_epoch,
 )
 from raysgd.torch.foreign import end_processes, forget_iterator, live_iterator, ranks_asked
-from raysgd.training.position import Position
-from raysgd.training.seeding import Places, derived_seed
-from raysgd.training.step import Drawn
 
 ENDED_EARLY = (
     "a DataLoader ended before its sampler did. Most likely the data set, a transform or the collate_fn raised StopIteration, as next() "

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import counted
+from raysgd.replica.seeding import Places
 from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.data.sources import END, LiveSource
 from raysgd.torch.foreign import forget_iterator, live_iterator
-from raysgd.training.seeding import Places
 
 logger = logging.getLogger("raysgd")
 

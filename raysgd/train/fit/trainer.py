@@ -26,7 +26,7 @@ from raysgd.train.fit.result import Result
 from raysgd.train.job import FunctionJob, FunctionWorkers, check_function, function_name
 from raysgd.train.settings import RunConfig, ScalingConfig, rays_own, without_rays_own
 from raysgd.train.splits import make_splits
-from raysgd.training.arguments import check_hook
+from raysgd.trainer.arguments import check_hook
 from raysgd.workers.serialization import pack
 from raysgd.workers.tracebacks import folding
 

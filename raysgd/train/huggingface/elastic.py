@@ -42,6 +42,7 @@ from transformers.trainer_callback import ExportableState
 
 from raysgd.core.sampling_plan import RankPart
 from raysgd.errors import ConfigError
+from raysgd.replica.seeding import Places, seed_generators
 from raysgd.torch.data.sampling import Units, agree, set_epoch
 from raysgd.train.elastic_state import ByReference, Commit, copied, elastic
 from raysgd.train.generators import generator_states, set_generators
@@ -50,7 +51,6 @@ from raysgd.train.huggingface.windows import Windows
 from raysgd.train.points import Points
 from raysgd.train.replica import STOP_SIGNAL
 from raysgd.train.session_functions import current
-from raysgd.training.seeding import Places, seed_generators
 
 logger = logging.getLogger("raysgd")
 

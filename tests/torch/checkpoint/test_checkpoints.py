@@ -14,7 +14,7 @@ import torch
 from raysgd import CheckpointError
 from raysgd.core.snapshot import SnapshotStore
 from raysgd.torch import TorchTrainer
-from raysgd.training import loads
+from raysgd.trainer import loads
 from tests import storing
 from tests.local.group import Cluster
 from tests.peek import loads_of, newest_snapshot

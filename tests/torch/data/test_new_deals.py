@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from raysgd.core.outcomes import DataLoaderFailure
 from raysgd.core.sampling_plan import Division
+from raysgd.replica.feed import Carrier, Reader
+from raysgd.replica.seeding import Places
 from raysgd.torch.foreign import loader_with
-from raysgd.training.feed import Carrier, Reader
-from raysgd.training.seeding import Places
 from tests.torch.data.sources import PlannedSource, begin, drawn
 from tests.torch.small import Numbers
 

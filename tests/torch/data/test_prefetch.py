@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TrainingOptions
+from raysgd.replica.feed import Carrier, Reader
+from raysgd.replica.step import Drawn
 from raysgd.torch.data import prefetch
 from raysgd.torch.data.prefetch import CudaCarrier, DeviceCarrier, make_carrier
-from raysgd.training.feed import Carrier, Reader
-from raysgd.training.step import Drawn
 from tests.torch.small import Line, inline
 
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol
 
 from raysgd.core.control import Control
-from raysgd.training.feed import Feed, MembershipChange
-from raysgd.training.internals import Internals
-from raysgd.training.snapshots import Snapshotter
-from raysgd.training.step import Step
+from raysgd.replica.feed import Feed, MembershipChange
+from raysgd.replica.internals import Internals
+from raysgd.replica.snapshots import Snapshotter
+from raysgd.replica.step import Step
 
 USED_UP = (
     "train_epoch or validate iterates a second time over the batches that it got. It gets each batch once, so there are none. For "

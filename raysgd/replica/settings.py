@@ -11,7 +11,7 @@ from raysgd.config import ElasticConfig
 from raysgd.core.control import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
-from raysgd.training.seeding import LARGEST_SEED
+from raysgd.replica.seeding import LARGEST_SEED
 
 
 @dataclass(frozen=True, kw_only=True)

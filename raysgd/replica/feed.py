@@ -11,10 +11,10 @@ from raysgd.core.control import Control
 from raysgd.core.outcomes import DataLoaderFailure
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, counted
-from raysgd.training.position import Position
-from raysgd.training.seeding import AFTER_STEP
-from raysgd.training.step import NO_POLICIES, Drawn, Policies, Step
-from raysgd.training.writing import Asking
+from raysgd.replica.position import Position
+from raysgd.replica.seeding import AFTER_STEP
+from raysgd.replica.step import NO_POLICIES, Drawn, Policies, Step
+from raysgd.replica.writing import Asking
 
 
 class MembershipChange(BaseException):

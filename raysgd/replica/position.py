@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd.core.progress import Progress
 from raysgd.errors import CheckpointError
-from raysgd.training.step import Step
+from raysgd.replica.step import Step
 
 
 def check_count(name: str, value: Any) -> None:

@@ -18,12 +18,12 @@ from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine
 from raysgd.engine.failure import UNDEFINED
 from raysgd.errors import CheckpointError, RemoteTraceback
+from raysgd.replica import loading
+from raysgd.replica.seeding import DrawnAnew
 from raysgd.storage import checksums, locations, remote
 from raysgd.storage.remote import Uri
 from raysgd.storage.seen import SeenFile, UnseenError, kept_open, readable, verified_file
-from raysgd.training import loading
-from raysgd.training.seeding import DrawnAnew
-from raysgd.training.within_call import Contents
+from raysgd.trainer.within_call import Contents
 
 logger = logging.getLogger("raysgd")
 

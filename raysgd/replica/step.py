@@ -1,6 +1,6 @@
 """The optimizer step as an object: its batches, what they count, and what became of it. Worker.
 
-    for step in feed:                       # draws, in `training/feed.py`: once for each part of a batch
+    for step in feed:                       # draws, in `replica/feed.py`: once for each part of a batch
         step.keep()                         # what returns if it is undone
         for begin_part in step.policies.begin_part:
             begin_part(step)
@@ -49,7 +49,7 @@ class Drawn(NamedTuple):
 
 
 class Policies:
-    """Policies (`training/step_policy.py`) in their order, and for each method those that do
+    """Policies (`replica/step_policy.py`) in their order, and for each method those that do
     something in it. `option` is the first that forbids torch's own methods."""
 
     def __init__(self, every: Sequence[Any] = ()) -> None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from raysgd.core.speed import Sums
-from raysgd.training.feed import Feed
+from raysgd.replica.feed import Feed
 
 # Of Linux: "<ns that it ran> <ns that it waited for a processor> <turns>".
 SCHEDULER = Path("/proc/thread-self/schedstat")

@@ -17,7 +17,7 @@ from typing import Any
 
 from raysgd.core.metrics import Measured, merge_measured
 from raysgd.core.progress import Progress
-from raysgd.training.writing import Question, Reply
+from raysgd.replica.writing import Question, Reply
 
 logger = logging.getLogger("raysgd")
 

@@ -20,9 +20,9 @@ from raysgd.core.metrics import (
     refuse_own_names,
 )
 from raysgd.errors import counted, shown
-from raysgd.training.feed import Feed
-from raysgd.training.internals import Internals
-from raysgd.training.phases import CALLS, Phase
+from raysgd.replica.feed import Feed
+from raysgd.replica.internals import Internals
+from raysgd.replica.phases import CALLS, Phase
 
 UNUSED = (
     "%s.train_epoch has not used the iterator that it got. This call of train() counts no batches and no samples, and the epoch stays "

@@ -10,11 +10,11 @@ from typing import Any
 from raysgd.core.average_meters import AverageMeterCollection
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
-from raysgd.training.feed import Feed, NoFeed
-from raysgd.training.pace import Pace
-from raysgd.training.position import Position
-from raysgd.training.settings import ReplicaSettings
-from raysgd.training.step import Policies
+from raysgd.replica.feed import Feed, NoFeed
+from raysgd.replica.pace import Pace
+from raysgd.replica.position import Position
+from raysgd.replica.settings import ReplicaSettings
+from raysgd.replica.step import Policies
 
 logger = logging.getLogger("raysgd")
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from raysgd.errors import CheckpointError
+from raysgd.replica.position import align_position
+from raysgd.replica.replica_base import ReplicaBase
 from raysgd.storage.seen import UnseenError
-from raysgd.training.position import align_position
-from raysgd.training.replica_base import ReplicaBase
 
 T = TypeVar("T")
 

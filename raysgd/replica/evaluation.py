@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Protocol
 from raysgd.core.metrics import Measured
 from raysgd.core.outcomes import Interrupted
 from raysgd.core.progress import Progress
-from raysgd.training.feed import Source
-from raysgd.training.internals import Internals
-from raysgd.training.phases import Phase, phases_of, split
-from raysgd.training.position import Position
-from raysgd.training.results import Results
-from raysgd.training.step_loop import StepLoop
-from raysgd.training.user_functions import choose_arguments
+from raysgd.replica.feed import Source
+from raysgd.replica.internals import Internals
+from raysgd.replica.phases import Phase, phases_of, split
+from raysgd.replica.position import Position
+from raysgd.replica.results import Results
+from raysgd.replica.step_loop import StepLoop
+from raysgd.replica.user_functions import choose_arguments
 
 
 class EvaluatingReplica(Protocol):

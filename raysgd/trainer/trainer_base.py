@@ -22,16 +22,16 @@ from raysgd.core.protocols import Call
 from raysgd.core.speed import Speed
 from raysgd.engine.call import Job
 from raysgd.errors import ConfigError, explain_missing, suggesting
-from raysgd.training import evaluation
-from raysgd.training.arguments import check_call
-from raysgd.training.call_runner import exclusive
-from raysgd.training.description import GivenConfig, RunDescription, build
-from raysgd.training.loads import Loads
-from raysgd.training.loops import EpochLoops
-from raysgd.training.replica_base import ReplicaBase
-from raysgd.training.saves import Saves
-from raysgd.training.seeding import DrawnAnew
-from raysgd.training.user_functions import apply, apply_operator
+from raysgd.replica import evaluation
+from raysgd.replica.replica_base import ReplicaBase
+from raysgd.replica.seeding import DrawnAnew
+from raysgd.replica.user_functions import apply, apply_operator
+from raysgd.trainer.arguments import check_call
+from raysgd.trainer.call_runner import exclusive
+from raysgd.trainer.description import GivenConfig, RunDescription, build
+from raysgd.trainer.loads import Loads
+from raysgd.trainer.loops import EpochLoops
+from raysgd.trainer.saves import Saves
 from raysgd.workers.inline_group import InlineGroup
 from raysgd.workers.serialization import pack
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from raysgd.training.feed import Feed
-from raysgd.training.step import Step
+from raysgd.replica.feed import Feed
+from raysgd.replica.step import Step
 
 
 class Policy:

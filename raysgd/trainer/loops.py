@@ -16,11 +16,11 @@ from raysgd.core.progress import Progress
 from raysgd.engine.call import EARLIER, PartialResults
 from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, ConfigError, counted
-from raysgd.training.auto_checkpoint import AutoCheckpoint, CheckpointFolder, SavedPlace, is_finite, measured_in
-from raysgd.training.call_runner import CallRunner, exclusive
-from raysgd.training.loads import Loads
-from raysgd.training.saves import SaveHandle, Saves
-from raysgd.training.within_call import Contents, Schedule, WithinCall
+from raysgd.trainer.auto_checkpoint import AutoCheckpoint, CheckpointFolder, SavedPlace, is_finite, measured_in
+from raysgd.trainer.call_runner import CallRunner, exclusive
+from raysgd.trainer.loads import Loads
+from raysgd.trainer.saves import SaveHandle, Saves
+from raysgd.trainer.within_call import Contents, Schedule, WithinCall
 from raysgd.workers.transfer import AnyTransfer
 
 logger = logging.getLogger("raysgd")

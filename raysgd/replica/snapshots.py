@@ -16,7 +16,7 @@ from raysgd.core.control import Control
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.metrics import Measured
 from raysgd.errors import described
-from raysgd.training.feed import Feed
+from raysgd.replica.feed import Feed
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from typing import Any
 from raysgd.config import ORPHAN_S, at_least
 from raysgd.engine.engine import Engine
 from raysgd.errors import ConfigError, counted, shown
-from raysgd.training.call_runner import CallRunner
-from raysgd.training.place import RAISED, Made
-from raysgd.training.settings import OperatorReplicaFactory
+from raysgd.replica.settings import OperatorReplicaFactory
+from raysgd.trainer.call_runner import CallRunner
+from raysgd.trainer.place import RAISED, Made
 from raysgd.workers.keeper import Tenure
 from raysgd.workers.serialization import dumps
 

@@ -15,12 +15,12 @@ from raysgd.core.snapshot import Snapshot
 from raysgd.engine.engine import Engine
 from raysgd.environment import start_limit_s
 from raysgd.errors import ConfigError
-from raysgd.training.auto_checkpoint import CheckpointFolder
-from raysgd.training.call_runner import CallRunner
-from raysgd.training.named import NamedCalls
-from raysgd.training.operator_base import OperatorBase
-from raysgd.training.settings import OperatorReplicaFactory, ReplicaSettings
-from raysgd.training.user_functions import notice_preemption
+from raysgd.replica.operator_base import OperatorBase
+from raysgd.replica.settings import OperatorReplicaFactory, ReplicaSettings
+from raysgd.replica.user_functions import notice_preemption
+from raysgd.trainer.auto_checkpoint import CheckpointFolder
+from raysgd.trainer.call_runner import CallRunner
+from raysgd.trainer.named import NamedCalls
 from raysgd.workers.inline_group import InlineGroup
 from raysgd.workers.serialization import pack
 

@@ -25,9 +25,9 @@ from raysgd.engine.call import Job, PartialResults
 from raysgd.engine.engine import Engine
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.errors import check_arguments, counted
-from raysgd.training.place import Made, Place, storable
-from raysgd.training.rows import RowsCheck
-from raysgd.training.seeding import DrawnAnew
+from raysgd.replica.rows import RowsCheck
+from raysgd.replica.seeding import DrawnAnew
+from raysgd.trainer.place import Made, Place, storable
 from raysgd.workers.tracebacks import fold_frames
 
 logger = logging.getLogger("raysgd")

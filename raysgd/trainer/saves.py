@@ -25,10 +25,10 @@ from raysgd.core.protocols import Call
 from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError
+from raysgd.replica import writing
+from raysgd.replica.writing import END_BYTES, DraftFile, Report
 from raysgd.storage import locations
-from raysgd.training import writing
-from raysgd.training.auto_checkpoint import WriterFailed
-from raysgd.training.writing import END_BYTES, DraftFile, Report
+from raysgd.trainer.auto_checkpoint import WriterFailed
 from raysgd.workers.transfer import AnyTransfer
 
 logger = logging.getLogger("raysgd")

@@ -16,10 +16,10 @@ from raysgd.core.metrics import OWN_NAMES, refuse_own_names
 from raysgd.core.sampling_plan import optimizer_steps
 from raysgd.core.timers import Timers
 from raysgd.errors import ConfigError, MissingPartError, close_to, shown
-from raysgd.training.feed import info_of_batch
-from raysgd.training.internals import Internals
-from raysgd.training.settings import ReplicaSettings
-from raysgd.training.step import Step
+from raysgd.replica.feed import info_of_batch
+from raysgd.replica.internals import Internals
+from raysgd.replica.settings import ReplicaSettings
+from raysgd.replica.step import Step
 
 COUNTS = (
     "these metrics are pairs of whole numbers, with the number of samples second: %s. raysgd reads a pair as (mean, weight), so the "

@@ -17,19 +17,19 @@ from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
-from raysgd.training.evaluation import Evaluations
-from raysgd.training.feed import Carrier, Feed, MembershipChange, Source
-from raysgd.training.internals import Internals, internals_of
-from raysgd.training.operator_base import OperatorBase
-from raysgd.training.phases import CALLS, PHASES, Phase, split
-from raysgd.training.position import Position
-from raysgd.training.results import Results
-from raysgd.training.seeding import ONCE, Places
-from raysgd.training.settings import ReplicaSettings
-from raysgd.training.snapshots import Copied, Snapshotter
-from raysgd.training.step_loop import StepLoop
-from raysgd.training.user_functions import choose_arguments
-from raysgd.training.writing import Asking
+from raysgd.replica.evaluation import Evaluations
+from raysgd.replica.feed import Carrier, Feed, MembershipChange, Source
+from raysgd.replica.internals import Internals, internals_of
+from raysgd.replica.operator_base import OperatorBase
+from raysgd.replica.phases import CALLS, PHASES, Phase, split
+from raysgd.replica.position import Position
+from raysgd.replica.results import Results
+from raysgd.replica.seeding import ONCE, Places
+from raysgd.replica.settings import ReplicaSettings
+from raysgd.replica.snapshots import Copied, Snapshotter
+from raysgd.replica.step_loop import StepLoop
+from raysgd.replica.user_functions import choose_arguments
+from raysgd.replica.writing import Asking
 
 logger = logging.getLogger("raysgd")
 

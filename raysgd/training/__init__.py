@@ -1,1 +1,0 @@
-"""What the torch and the TensorFlow trainers share. Both."""
