@@ -506,7 +506,7 @@ def look_for_an_abort_without_the_device(patch: Patch) -> None:
 
 @mutant(f"{NCCL}a_step_with_broken_gradients_changes_nothing")
 def let_steps_act_on_broken_gradients(patch: Patch) -> None:
-    for look in ("check", "unchecked", "look_again", "before_commit"):
+    for look in ("on_whole_step", "on_other_step", "look_again", "before_commit"):
         instead(f"raysgd.torch.whole_gradients.WholeGradients.{look}", lambda self, *_: None)(patch)
 
 

@@ -220,7 +220,7 @@ class Feed:
                 after, unusual = unusual, window > 1 or drawn.weight != 1.0 or not drawn.whole
                 if not (unusual or after):
                     usual = usual or every.usual()
-                self.step = Step(drawn, every if unusual or after else usual)
+                self.step = Step(drawn, every if unusual or after else usual, ends=self.training)
             else:
                 self.step.add(drawn)
             if window > 1 and drawn.whole:  # it is shorter at the end of an epoch or call

@@ -95,6 +95,7 @@ class Step:
     metrics    what the batches measured before the last one: values, weight, and whether no part of
                the same batch follows
     notes      what policies note of this step alone, by policy
+    ends       whether its loop ends it: no loop of an evaluation does
 
     The step alone decides when policies keep something, and when they put it back: if it is undone,
     and, before each further part of a batch, what all of them begin with.
@@ -109,6 +110,7 @@ class Step:
         "count",
         "current",
         "drawn",
+        "ends",
         "error",
         "failed",
         "metrics",
@@ -120,9 +122,10 @@ class Step:
         "share",
     )
 
-    def __init__(self, first: Drawn | None = None, policies: Policies | None = None) -> None:
+    def __init__(self, first: Drawn | None = None, policies: Policies | None = None, *, ends: bool = True) -> None:
         """Begin with its first batch. Without one, this is a step that user code makes by
         itself."""
+        self.ends = ends
         self.current = first or NOTHING
         self.drawn, self.committed = [] if first is None else [first], first is None
         self.policies = policies or NO_POLICIES

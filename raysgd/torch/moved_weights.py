@@ -50,6 +50,7 @@ class RestoreWeights(Policy):
     def kept(self, step: Step) -> list[torch.Tensor]:
         if step.place > 0:
             return [each.clone() for each in self._now]
+        self._states = []  # user code may have made steps between two loops
         if not step.current.whole and self._looks_at_parts > 0:
             self._looks_at_parts -= 1
             self._looks = max(self._looks, 1)

@@ -147,7 +147,7 @@ class SkipStep(Policy):
         seen.left_out = seen.left_out or infinite
         # A gradient scaler counts these steps itself.
         seen.counts |= infinite and self._parts.precision.key != "amp_native"
-        if not step.drawn:  # user code makes it without a batch of the iterator, so nothing else ends it
+        if step.ended or not step.ends:  # user code makes it outside of a step of the loop, so nothing else counts it
             self.end_step(step)
         return not infinite
 

@@ -30,6 +30,7 @@ from raysgd.torch.weights import GradientWeights
 from raysgd.torch.whole_gradients import WholeGradients
 
 IN_ORDER: tuple[type[Policy], ...] = (
+    PartStates,  # keeps what a committed step has made of them, before another may raise an error
     ReadAfterLaunch,  # when the backward pass is launched: what follows may wait for the device
     RestoreBuffers,  # sends them, for which the next one waits, too
     WholeGradients,  # nothing is decided from gradients that have not arrived whole
@@ -46,10 +47,8 @@ IN_ORDER: tuple[type[Policy], ...] = (
     DuringExchange,  # adds its hook to the loss last, so that it runs first
     WatchAttributes,
     Profiler,
-    PartStates,
-    # The last two may raise an error when the others have ended the step.
-    CallOnStep,
-    Dealer,
+    CallOnStep,  # may raise an error, when the others have ended the step
+    Dealer,  # last, because what it changes is of the next step
 )
 
 

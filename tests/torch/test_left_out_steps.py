@@ -221,3 +221,17 @@ def test_sparse_gradients_and_several_optimizers() -> None:
     with inline(Words, options=TrainingOptions(on_nonfinite="skip")) as trainer:
         assert trainer.train()["skipped_steps"] == 1
         assert all(bool(each.isfinite().all()) for model in trainer.get_model() for each in model.parameters())
+
+
+class AfterTheStep(Line):
+    """Makes a step of its own in `on_step`, whose gradients are not finite."""
+
+    def on_step(self, info: dict[str, Any]) -> None:
+        self.zero_grad()
+        self.backward(self.model(torch.full((1, 2), torch.inf)).sum())
+        self.step()
+
+
+def test_a_step_that_is_made_outside_of_a_loops_step_counts_too() -> None:
+    with inline(AfterTheStep, options=TrainingOptions(on_nonfinite="skip"), config={"batch": 2}) as trainer:
+        assert trainer.train()["skipped_steps"] == 6
