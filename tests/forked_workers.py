@@ -204,7 +204,7 @@ def become(connection: socket.socket, length: int, descriptors: list[int]) -> No
 
 def fresh_processes() -> Any:
     """Return the context of `multiprocessing` for ranks without Ray: each is a fork of a process that has only imported torch."""
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "raysgd.torch.process_group"])
+    multiprocessing.set_forkserver_preload(["torch._dynamo", "raysgd.torch.group.process_group"])
     return multiprocessing.get_context("forkserver")
 
 
@@ -228,7 +228,7 @@ def preload(kind: str) -> None:
     """Import what every rank imports, but not Ray, which reads a worker's variables when it is imported."""
     import torch._dynamo  # noqa: F401  (every optimizer imports it)
 
-    import raysgd.torch.process_group
+    import raysgd.torch.group.process_group
     import raysgd.torch.replica
     import raysgd.workers.actor
 

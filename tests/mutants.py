@@ -107,13 +107,13 @@ def seed_once_per_epoch(patch: Patch) -> None:
 
 @mutant("tests/torch/test_buffers.py::test_all_ranks_have_those_of_rank_0[False-per_worker]")
 def send_no_buffers(patch: Patch) -> None:
-    instead("raysgd.torch.buffers.RestoreBuffers._send", lambda self: None)(patch)
+    instead("raysgd.torch.state.buffers.RestoreBuffers._send", lambda self: None)(patch)
 
 
 @mutant("tests/torch/test_auto_batch.py::test_running_statistics_are_those_of_the_first_part[2-0-sends-1]")
 def send_buffers_after_the_step(patch: Patch) -> None:
     for name in ("on_whole_step", "on_other_step"):
-        instead(f"raysgd.torch.buffers.RestoreBuffers.{name}", lambda self, step, optimizer: None)(patch)
+        instead(f"raysgd.torch.state.buffers.RestoreBuffers.{name}", lambda self, step, optimizer: None)(patch)
 
 
 # -- what a save writes -------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ SAVED = "tests/local/test_faults.py::test_states_that_are_saved_and_loaded"
 
 @mutant(SAVED)
 def leave_one_shard_out_of_a_save(patch: Patch) -> None:
-    from raysgd.torch.checkpoint import shard_files
+    from raysgd.torch.state import shard_files
 
     original = shard_files.write
 
@@ -146,15 +146,15 @@ def leave_one_shard_out_of_a_save(patch: Patch) -> None:
 @mutant("tests/training/test_background_saves.py::test_save_returns_before_the_file_exists_and_shutdown_waits_for_it")
 def store_the_live_tensors_in_the_background(patch: Patch) -> None:
     uncopied = lambda state, memory, *, in_shards: (state, contextlib.nullcontext())  # noqa: E731
-    instead("raysgd.torch.checkpoint.states.unchanging", uncopied)(patch)
+    instead("raysgd.torch.state.states.unchanging", uncopied)(patch)
 
 
 @mutant(
     "tests/contracts/test_replica.py::test_no_step_waits_until_a_snapshot_is_packed_which_has_the_bits_of_its_step[torch]"
 )
 def pack_the_live_tensors_later(patch: Patch) -> None:
-    from raysgd.torch.checkpoint.packing import packed
     from raysgd.torch.replica import TorchReplica
+    from raysgd.torch.state.packing import packed
 
     class Later(contextlib.ExitStack):
         def __init__(self, state: Any) -> None:
@@ -171,7 +171,7 @@ def pack_the_live_tensors_later(patch: Patch) -> None:
     "tests/torch/checkpoint/test_host_memory.py::test_later_steps_do_not_change_a_copy_and_its_memory_is_used_again"
 )
 def use_the_memory_of_a_copy_that_is_not_sent_yet(patch: Patch) -> None:
-    from raysgd.torch.checkpoint.host_memory import HostMemory
+    from raysgd.torch.state.host_memory import HostMemory
 
     original = HostMemory.copy
 
@@ -185,19 +185,19 @@ def use_the_memory_of_a_copy_that_is_not_sent_yet(patch: Patch) -> None:
 
 @mutant("tests/torch/checkpoint/test_host_memory.py::test_only_another_thread_waits_for_a_gpu")
 def send_before_the_device_has_copied(patch: Patch) -> None:
-    from raysgd.torch.checkpoint.host_memory import HostCopy
+    from raysgd.torch.state.host_memory import HostCopy
 
     patch.setattr(HostCopy, "__enter__", lambda self: [self.room.numpy().data[: self.size]])
 
 
 @mutant("tests/torch/checkpoint/test_states.py::test_every_save_has_the_versions_of_modules")
 def leave_the_versions_of_modules_out_of_shards(patch: Patch) -> None:
-    instead("raysgd.torch.checkpoint.shard_files.with_module_versions", lambda state, source: state)(patch)
+    instead("raysgd.torch.state.shard_files.with_module_versions", lambda state, source: state)(patch)
 
 
 @mutant("tests/torch/checkpoint/test_damage.py::test_every_save_has_checksums")
 def write_no_checksums(patch: Patch) -> None:
-    from raysgd.torch.checkpoint import states
+    from raysgd.torch.state import states
 
     patch.setattr(states, "write", lambda state, file: states.torch.save(state, file))
 
@@ -242,8 +242,8 @@ def rename_a_file_before_it_is_on_the_disk(patch: Patch) -> None:
 @mutant("tests/torch/checkpoint/test_sharded_saves.py::test_a_save_that_fails_at_its_end_leaves_the_old_shards")
 def delete_the_old_shards_before_the_new_ones_are_listed(patch: Patch) -> None:
     from raysgd.storage import locations
-    from raysgd.torch.checkpoint import shard_files
-    from raysgd.torch.checkpoint.sharded import _ShardedDraft
+    from raysgd.torch.state import shard_files
+    from raysgd.torch.state.sharded import _ShardedDraft
 
     original = _ShardedDraft._replace
 
@@ -328,7 +328,7 @@ def compare_no_checksum_of_a_file(patch: Patch) -> None:
 
 @mutant("tests/local/test_faults.py::test_each_file_of_a_sharded_checkpoint_is_verified")
 def compare_no_digest_of_a_shard(patch: Patch) -> None:
-    instead("raysgd.torch.checkpoint.shard_files.verify", lambda folder, files: None)(patch)
+    instead("raysgd.torch.state.shard_files.verify", lambda folder, files: None)(patch)
 
 
 @mutant("tests/train/test_function_checkpoints.py::test_added_files_are_ignored_and_changed_files_are_reported")
@@ -375,7 +375,7 @@ def pass_on_a_state_that_a_failed_load_has_left(patch: Patch) -> None:
 
 @mutant("tests/torch/checkpoint/test_contents.py::test_no_worker_loads_what_one_refuses")
 def check_no_position(patch: Patch) -> None:
-    instead("raysgd.torch.checkpoint.checks.check_counters", lambda state: None)(patch)
+    instead("raysgd.torch.state.checks.check_counters", lambda state: None)(patch)
 
 
 @mutant("tests/local/test_faults.py::test_after_an_error_of_one_rank_in_a_load_only_a_load_is_accepted")
@@ -492,22 +492,23 @@ HOST = "tests/workers/test_replica_host.py::test_"
 
 @mutant(f"{NCCL}after_an_abort_nothing_is_whole_but_what_was_seen")
 def take_what_an_abort_has_cut_off_for_whole(patch: Patch) -> None:
-    instead("raysgd.torch.process_group.TorchBackend._check_not_aborted", lambda self: None)(patch)
+    instead("raysgd.torch.group.process_group.TorchBackend._check_not_aborted", lambda self: None)(patch)
 
 
 @mutant(f"{NCCL}a_look_waits_for_the_device_and_then_for_nothing_that_was_seen")
 def look_for_an_abort_without_the_device(patch: Patch) -> None:
-    from raysgd.torch.process_group import TorchBackend
+    from raysgd.torch.group.process_group import TorchBackend
 
     instead(
-        "raysgd.torch.process_group.TorchBackend.ensure_whole", lambda self, **_: TorchBackend._check_not_aborted(self)
+        "raysgd.torch.group.process_group.TorchBackend.ensure_whole",
+        lambda self, **_: TorchBackend._check_not_aborted(self),
     )(patch)
 
 
 @mutant(f"{NCCL}a_step_with_broken_gradients_changes_nothing")
 def let_steps_act_on_broken_gradients(patch: Patch) -> None:
     for look in ("on_whole_step", "on_other_step", "look_again", "before_commit"):
-        instead(f"raysgd.torch.whole_gradients.WholeGradients.{look}", lambda self, *_: None)(patch)
+        instead(f"raysgd.torch.step.whole_gradients.WholeGradients.{look}", lambda self, *_: None)(patch)
 
 
 @mutant(f"{HOST}while_a_failure_is_handled_every_exception_is_an_interruption")

@@ -164,7 +164,7 @@ def set_limits(
 
 
 def add_policy(patch: Any, make: Callable[[Any], Any]) -> None:
-    """Add what this returns for an operator to its policies, as a line in `torch/step_order.py` does."""
+    """Add what this returns for an operator to its policies, as a line in `torch/step/order.py` does."""
     from raysgd.torch import TrainingOperator
 
     original = TrainingOperator._make_policies

@@ -76,14 +76,14 @@ def miss_next_file() -> None:
 
 def instead_of_storing(function: Callable[[], Any]) -> None:
     """Let this process call this when it would store what it has of a sharded checkpoint."""
-    from raysgd.torch.checkpoint import shard_files
+    from raysgd.torch.state import shard_files
 
     shard_files._store = lambda *_: function()
 
 
 def state_file(state: dict[str, Any]) -> bytes:
     """Return a checkpoint of a TorchTrainer with this content."""
-    from raysgd.torch.checkpoint import states
+    from raysgd.torch.state import states
 
     return bytes(states.dump(state))
 

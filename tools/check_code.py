@@ -27,7 +27,7 @@ LAYERS = {
     "1b": "torch tf horovod train replica data/sample_seeds",
     "2": "workers",
     "3": "engine",
-    "4": "trainer torch/trainer torch/setup torch/strategies torch/checkpoint/sharded tf/trainer train/trainer train/executor "
+    "4": "trainer torch/trainer torch/setup torch/group/strategies torch/state/sharded tf/trainer train/trainer train/executor "
     "train/driver train/job train/rounds train/worker_group train/fit/trainer train/fit/frameworks train/splits train/trials tune "
     "horovod/strategy",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__ "
@@ -46,7 +46,7 @@ SIBLINGS = {
     "torch": {"data/sample_seeds", "replica"},
     "tf": {"replica"},
     "horovod": {"torch"},
-    "horovod/strategy": {"torch/strategies"},
+    "horovod/strategy": {"torch/group/strategies"},
     "train/job": {"train/splits"},
     "train/rounds": {"train/job"},
     "train/driver": {"train/job", "train/rounds", "train/worker_group"},
@@ -64,9 +64,9 @@ SIBLINGS = {
     "train/lightning": {"train/torch"},
     "train/trials": {"train/driver", "train/job"},
     "tune": {"train/trials", "tf/trainer", "torch/setup"},
-    "torch/trainer": {"torch/checkpoint/sharded", "torch/setup", "torch/strategies", "trainer"},
+    "torch/trainer": {"torch/state/sharded", "torch/setup", "torch/group/strategies", "trainer"},
     "torch/setup": {"trainer"},
-    "torch/checkpoint/sharded": {"trainer"},
+    "torch/state/sharded": {"trainer"},
     "tf/trainer": {"trainer"},
 }
 

@@ -24,7 +24,7 @@ from raysgd.cli.printing import Finding, show
 from raysgd.core.network import own_address
 from raysgd.environment import GLOO_INTERFACE
 from raysgd.errors import RaysgdError, counted, described
-from raysgd.torch.interfaces import interface_towards
+from raysgd.torch.group.interfaces import interface_towards
 from raysgd.version import page
 from raysgd.workers.cluster import driver_address, join_running
 from raysgd.workers.keeper import trainers

@@ -42,7 +42,7 @@ def members(path: Path) -> set[str]:  # of a zip archive, without their folders
 
 def torch_checkpoint(path: Path) -> Iterator[tuple[str, str]]:
     from raysgd.storage.seen import kept_open, verified_file
-    from raysgd.torch.checkpoint import shard_files, states
+    from raysgd.torch.state import shard_files, states
 
     if path.is_dir():
         inner, listed = shard_files.read_manifest(path)

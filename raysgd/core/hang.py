@@ -19,7 +19,7 @@ COLLECTIVE_FRAMES = (
     # A report of a training function returns when the other ranks have reported, too.
     ("raysgd/workers/control_client.py", "_is_answered"),
     # The device, which makes NCCL's calls, is behind the host: before each step, a rank waits for its peers here.
-    ("raysgd/torch/nccl.py", "wait_for_device"),
+    ("raysgd/torch/group/nccl.py", "wait_for_device"),
     # TensorFlow runs a step as one graph function, which contains the all-reduce.
     ("tensorflow/python/eager/execute.py", "quick_execute"),
     ("tensorflow/python/ops/gen_collective_ops.py", ""),

@@ -21,8 +21,8 @@ from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, causes_of
 from raysgd.horovod import foreign
 from raysgd.horovod.rendezvous import HorovodRendezvous, end_rendezvous, set_environment
-from raysgd.torch.devices import OffersGpus, see_gpus, shared_gpus
-from raysgd.torch.sockets import Connections
+from raysgd.torch.group.devices import OffersGpus, see_gpus, shared_gpus
+from raysgd.torch.group.sockets import Connections
 
 # Horovod's threads communicate all the time, also while the training thread computes. So a host that sends nothing for
 # this long has failed.
@@ -84,7 +84,7 @@ class HorovodBackend(Ranks):
     shares = True
 
     def __init__(self, *, host: str = "127.0.0.1", join_s: float = 60.0, collective_s: float = 540.0) -> None:
-        from raysgd.torch.process_group import TorchBackend
+        from raysgd.torch.group.process_group import TorchBackend
 
         super().__init__(host=host, wait_s=min(SILENCE_S, collective_s))
         self._process_group = TorchBackend("gloo", host=host, join_s=join_s, collective_s=collective_s)

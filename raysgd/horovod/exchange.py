@@ -9,9 +9,9 @@ import torch
 from raysgd.errors import ConfigError
 from raysgd.horovod.arguments import HorovodArguments
 from raysgd.horovod.foreign import has_unsent_gradients, stop_sending
-from raysgd.torch.closures import after_gradients
 from raysgd.torch.foreign import run_after_backward
-from raysgd.torch.wrapping import Exchange
+from raysgd.torch.group.wrapping import Exchange
+from raysgd.torch.step.closures import after_gradients
 
 AT_THE_STEP = 1 << 30
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raysgd.core.ranks import RankInfo
-from raysgd.torch.interfaces import interface_towards
+from raysgd.torch.group.interfaces import interface_towards
 
 if TYPE_CHECKING:
     from raysgd.horovod.rendezvous_server import RendezvousServer

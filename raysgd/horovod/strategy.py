@@ -11,9 +11,9 @@ from raysgd.errors import ConfigError
 from raysgd.horovod.arguments import HorovodArguments, check_installed
 from raysgd.horovod.backend import HorovodBackend
 from raysgd.horovod.exchange import HorovodExchange
+from raysgd.torch.group.strategies import Strategy
+from raysgd.torch.group.wrapping import Exchange
 from raysgd.torch.options import TrainingOptions
-from raysgd.torch.strategies import Strategy
-from raysgd.torch.wrapping import Exchange
 
 NOT_WITH_HOROVOD: Exclusions = (
     ({"parallel": ("fsdp",)}, "Horovod averages the gradients of full models. Use backend='auto'"),

@@ -8,18 +8,18 @@ from typing import Any
 from raysgd.core.average_meters import AverageMeterCollection
 from raysgd.core.ranks import RankInfo
 from raysgd.replica.internals import Internals
-from raysgd.torch.attributes import WatchAttributes
-from raysgd.torch.batch_mode import KeepBatch
-from raysgd.torch.buffers import RestoreBuffers
-from raysgd.torch.dealing import Dealer
 from raysgd.torch.meters import DeviceMeters
-from raysgd.torch.part_states import PartStates
 from raysgd.torch.parts import Parts
-from raysgd.torch.profiling import Profiler
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.skipped_steps import SkipStep
-from raysgd.torch.weights import GradientWeights
-from raysgd.torch.whole_gradients import WholeGradients
+from raysgd.torch.state.buffers import RestoreBuffers
+from raysgd.torch.step.attributes import WatchAttributes
+from raysgd.torch.step.batch_mode import KeepBatch
+from raysgd.torch.step.dealing import Dealer
+from raysgd.torch.step.part_states import PartStates
+from raysgd.torch.step.profiling import Profiler
+from raysgd.torch.step.skipped_steps import SkipStep
+from raysgd.torch.step.weights import GradientWeights
+from raysgd.torch.step.whole_gradients import WholeGradients
 
 GET_BATCHES = ("train_epoch", "train_batch", "validate", "validate_batch", "predict_batch")  # methods
 

@@ -23,17 +23,17 @@ from raysgd.replica.operator_base import Schedule
 from raysgd.replica.step import Policies
 from raysgd.replica.step_policy import Policy
 from raysgd.torch.accuracy import accuracy
-from raysgd.torch.attributes import WatchAttributes
 from raysgd.torch.data.sampling import batches_per_epoch
-from raysgd.torch.hyperparameters import with_nested
 from raysgd.torch.internals import TorchInternals
 from raysgd.torch.parts import Parts, move, set_modes
-from raysgd.torch.precision import make_precision
 from raysgd.torch.registering import Registering
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.step_options import samples_in
-from raysgd.torch.step_order import policies_for
-from raysgd.torch.weights import Counted, counted_by_criterion, counted_by_model
+from raysgd.torch.state.hyperparameters import with_nested
+from raysgd.torch.step.attributes import WatchAttributes
+from raysgd.torch.step.options import samples_in
+from raysgd.torch.step.order import policies_for
+from raysgd.torch.step.precision import make_precision
+from raysgd.torch.step.weights import Counted, counted_by_criterion, counted_by_model
 
 LABELS = "labels"  # in a batch that is a dictionary, as models of transformers take it
 NO_LOSS = (

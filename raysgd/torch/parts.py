@@ -19,12 +19,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from raysgd.core.control import Control
 from raysgd.errors import ConfigError, shown
 from raysgd.replica.operator_base import RegisteredParts
-from raysgd.torch import wrapping
 from raysgd.torch.foreign import exposed_communication_s, measure_communication, multiply_all, unnoticed
-from raysgd.torch.fsdp import Shards
+from raysgd.torch.group import wrapping
+from raysgd.torch.group.fsdp import Shards
+from raysgd.torch.group.wrapping import Exchange
 from raysgd.torch.options import TrainingOptions
-from raysgd.torch.precision import Precision
-from raysgd.torch.wrapping import Exchange
+from raysgd.torch.step.precision import Precision
 
 LARGE = 1 << 20  # bytes of a buffer that is sent by itself, so that not all need memory a second time
 PREFIX = {"train": "train_", "validation": "val_", "test": "test_"}

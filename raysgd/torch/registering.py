@@ -15,11 +15,11 @@ from raysgd.constants import STEPPED_BY_TRAINER
 from raysgd.errors import ConfigError, shown, suggesting
 from raysgd.ray_data.columns import RayData
 from raysgd.replica.operator_base import each_loader
-from raysgd.torch import wrapping
-from raysgd.torch.batch_mode import STATIC_GRAPH
-from raysgd.torch.fsdp import Shards, shard_layers
+from raysgd.torch.group import wrapping
+from raysgd.torch.group.fsdp import Shards, shard_layers
 from raysgd.torch.parts import Parts, check_parts, refuse_wrapped, strays
-from raysgd.torch.schedules import Scheduling
+from raysgd.torch.step.batch_mode import STATIC_GRAPH
+from raysgd.torch.step.schedules import Scheduling
 
 logger = logging.getLogger("raysgd")
 

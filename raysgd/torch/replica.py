@@ -22,22 +22,22 @@ from raysgd.replica.rows import OTHER
 from raysgd.replica.seeding import seed_python_and_numpy
 from raysgd.replica.snapshots import Copied
 from raysgd.storage.seen import SeenFile
-from raysgd.torch import sharing
-from raysgd.torch.checkpoint import packing, states
-from raysgd.torch.checkpoint.checks import check_fits
-from raysgd.torch.checkpoint.host_memory import HostMemory
 from raysgd.torch.data.opening import Opener
 from raysgd.torch.data.prefetch import make_carrier
+from raysgd.torch.data.registered_rows import RegisteredRows
 from raysgd.torch.data.sampling import is_planned, random_sources
 from raysgd.torch.data.sources import LiveSource, PlannedSource
-from raysgd.torch.fsdp import DIVIDED, gathered
-from raysgd.torch.hyperparameters import made_with, warn_of_ignored
+from raysgd.torch.group import sharing
+from raysgd.torch.group.fsdp import DIVIDED, gathered
 from raysgd.torch.internals import TorchInternals
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.registered_rows import RegisteredRows
 from raysgd.torch.results import TorchResults
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.skipped_steps import gathered_objects
+from raysgd.torch.state import packing, states
+from raysgd.torch.state.checks import check_fits
+from raysgd.torch.state.host_memory import HostMemory
+from raysgd.torch.state.hyperparameters import made_with, warn_of_ignored
+from raysgd.torch.step.skipped_steps import gathered_objects
 
 logger = logging.getLogger("raysgd")
 

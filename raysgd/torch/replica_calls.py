@@ -24,13 +24,13 @@ from raysgd.replica.loading import agreed, refusal_of, take_over
 from raysgd.replica.seeding import derived_seed
 from raysgd.replica.writing import Report, reported
 from raysgd.storage.locations import Place
-from raysgd.torch.checkpoint import shard_files, states
-from raysgd.torch.checkpoint.checks import check_fits
-from raysgd.torch.checkpoint.models import packed_models
 from raysgd.torch.data.sources import PlannedSource
-from raysgd.torch.fsdp import gathered
-from raysgd.torch.rank_comparison import elements_of, sums_of
+from raysgd.torch.group.fsdp import gathered
 from raysgd.torch.replica import TorchReplica
+from raysgd.torch.state import shard_files, states
+from raysgd.torch.state.checks import check_fits
+from raysgd.torch.state.models import packed_models
+from raysgd.torch.state.rank_comparison import elements_of, sums_of
 
 
 def update_scheduler(replica: TorchReplica, metric: Any) -> None:

@@ -14,10 +14,10 @@ from raysgd.core.metrics import SKIPPED, Measured
 from raysgd.core.tree import mapped
 from raysgd.replica.phases import Phase
 from raysgd.replica.results import Results
+from raysgd.torch.data.registered_rows import RegisteredRows
 from raysgd.torch.foreign import content_version
 from raysgd.torch.internals import TorchInternals
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.registered_rows import RegisteredRows
 
 logger = logging.getLogger("raysgd")
 

@@ -22,15 +22,15 @@ from raysgd.errors import CheckpointError, ConfigError, suggesting
 from raysgd.replica.internals import internals_of
 from raysgd.replica.seeding import DrawnAnew
 from raysgd.torch import replica_calls, setup
-from raysgd.torch.checkpoint import states
-from raysgd.torch.checkpoint.models import unpacked_models
-from raysgd.torch.checkpoint.sharded import ShardedLoads, save_shards
 from raysgd.torch.foreign import content_version
-from raysgd.torch.hyperparameters import plain
+from raysgd.torch.group.strategies import choose_strategy
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.strategies import choose_strategy
+from raysgd.torch.state import states
+from raysgd.torch.state.hyperparameters import plain
+from raysgd.torch.state.models import unpacked_models
+from raysgd.torch.state.sharded import ShardedLoads, save_shards
 from raysgd.trainer.arguments import check_call, checked, refuse_unknown
 from raysgd.trainer.auto_checkpoint import AutoCheckpoint
 from raysgd.trainer.call_runner import exclusive

@@ -19,7 +19,7 @@ from raysgd.config import above_0, one_of
 from raysgd.core.protocols import SingleWorkerBackend
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
-from raysgd.torch.devices import OffersGpus, see_gpus, shared_gpus
+from raysgd.torch.group.devices import OffersGpus, see_gpus, shared_gpus
 
 __path__: list[str] = []  # lets Python look for `raysgd.train.backends.torch`, which raysgd.compat provides
 
@@ -142,7 +142,7 @@ class TorchConfig(BackendConfig):
         _require("torch")
 
     def make_backend(self, *, host: str, gpus: float, join_s: float, collective_s: float) -> Any:
-        from raysgd.torch.process_group import name_for
+        from raysgd.torch.group.process_group import name_for
         from raysgd.train.torch_function import TorchFunctionBackend
 
         name, env = name_for(self.backend, gpus), self.init_method == "env"

@@ -245,7 +245,7 @@ def _unwrap(part: Any) -> Any:
     """Return the model inside of wrappers: its parameter names do not depend on the world size."""
     if "torch" not in sys.modules:
         return part
-    from raysgd.torch.wrapping import unwrapped
+    from raysgd.torch.group.wrapping import unwrapped
 
     return unwrapped(part)
 

@@ -32,8 +32,8 @@ from raysgd.callbacks.base import TRACES
 from raysgd.core.lazy import REFUSED, lazy_names
 from raysgd.core.tree import mapped
 from raysgd.errors import ConfigError
-from raysgd.torch.precision import Bf16, Fp16, Precision, make_precision
-from raysgd.torch.profiling import TraceKeeper
+from raysgd.torch.step.precision import Bf16, Fp16, Precision, make_precision
+from raysgd.torch.step.profiling import TraceKeeper
 from raysgd.train.backends import TorchConfig
 from raysgd.train.loaders import ElasticLoader, PreparedLoader, distribute
 from raysgd.train.session_functions import current

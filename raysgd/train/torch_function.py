@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.core.control import Control
 from raysgd.core.ranks import RankInfo
-from raysgd.torch import sharing
-from raysgd.torch.devices import OffersGpus, see_gpus, shared_gpus
 from raysgd.torch.foreign import with_module_versions
-from raysgd.torch.process_group import TorchBackend
+from raysgd.torch.group import sharing
+from raysgd.torch.group.devices import OffersGpus, see_gpus, shared_gpus
+from raysgd.torch.group.process_group import TorchBackend
 
 
 class TorchFunctionBackend(OffersGpus, TorchBackend):

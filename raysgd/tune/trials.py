@@ -63,7 +63,7 @@ class BaseTorchTrainable(tune.Trainable):
         changed = {name: (before[name], now[name]) for name in before if before[name] != now.get(name, before[name])}
         chosen: list[Any] = []
         if changed:
-            from raysgd.torch import hyperparameters
+            from raysgd.torch.state import hyperparameters
 
             wanted = {name: new for name, (_, new) in changed.items()}
             chosen = self.trainer.apply_all_operators(partial(hyperparameters.options, values=wanted))[0]

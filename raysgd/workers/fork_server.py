@@ -279,7 +279,10 @@ def main() -> None:
         for module in ("raysgd.workers.actor", *modules):
             importlib.import_module(module)
         if "torch" in sys.modules:
-            for module in ("torch._dynamo", "raysgd.torch.process_group"):  # the first optimizer imports the former
+            for module in (
+                "torch._dynamo",
+                "raysgd.torch.group.process_group",
+            ):  # the first optimizer imports the former
                 importlib.import_module(module)
         for module in OF_RAY:
             with contextlib.suppress(ImportError):

@@ -101,7 +101,7 @@ def add_tensorflow(size: int, value: float) -> float:
 
 
 def gloo() -> ProcessGroupBackend:
-    from raysgd.torch.process_group import TorchBackend
+    from raysgd.torch.group.process_group import TorchBackend
 
     return TorchBackend("gloo", join_s=JOIN_S, collective_s=COLLECTIVE_S)
 

@@ -16,8 +16,8 @@ WAITS = (
 GATHERS = ("/x/torch/distributed/distributed_c10d.py:4 all_gather", "/u/op.py:3 train_batch")
 ON_DEVICE = (
     "/x/torch/cuda/streams.py:105 synchronize",
-    "/x/raysgd/torch/nccl.py:60 wait_for_device",
-    "/x/raysgd/torch/whole_gradients.py:50 check",
+    "/x/raysgd/torch/group/nccl.py:60 wait_for_device",
+    "/x/raysgd/torch/step/whole_gradients.py:50 check",
     "/u/op.py:3 train_batch",
 )
 waiting = ControlClient._is_answered.__code__

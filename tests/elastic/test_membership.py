@@ -57,7 +57,7 @@ def test_a_replacement_joins_in_the_middle_of_an_epoch(ground: Ground) -> None:
 
 def die_in_a_share(mark: Path, who: str) -> None:
     """Let this process die, once, when ranks share a state, after some of its parts."""
-    from raysgd.torch import sharing
+    from raysgd.torch.group import sharing
 
     calls: list[int] = []
 

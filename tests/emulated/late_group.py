@@ -23,7 +23,7 @@ WORKERS, ROWS, BATCH = 3, 96, 4
 
 def install(point: Any = lambda operation, place: None) -> None:
     """Let this process use NCCL on the late device. `point` is that of the emulation's settings."""
-    names = "tests.emulated.late_device", "tests.emulated.nccl", "raysgd.torch.nccl"
+    names = "tests.emulated.late_device", "tests.emulated.nccl", "raysgd.torch.group.nccl"
     late, emulation, nccl = [cast("Any", import_module(each)) for each in names]
     emulation.install("late", launch=late.stream.launch, content=late.on_cpu, point=point)
     emulation.EmulatedNccl._device_types = [late.DEVICE]  # where torch sends objects

@@ -23,13 +23,14 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.replica.step import Step
-from raysgd.torch import nccl, replica
-from raysgd.torch.buffers import RestoreBuffers
-from raysgd.torch.checkpoint import host_memory, packing
-from raysgd.torch.checkpoint.host_memory import HostMemory
+from raysgd.torch import replica
 from raysgd.torch.data import prefetch
 from raysgd.torch.data.prefetch import CudaCarrier, make_carrier
+from raysgd.torch.group import nccl
 from raysgd.torch.parts import Parts
+from raysgd.torch.state import host_memory, packing
+from raysgd.torch.state.buffers import RestoreBuffers
+from raysgd.torch.state.host_memory import HostMemory
 from tests.emulated import late_group
 from tests.emulated.late_device import DEVICE, module, stream
 from tests.emulated.late_stream import MOST_AHEAD, Stream

@@ -70,13 +70,13 @@ queued: set[Work] = set()  # what the device has not ended
 
 def install(device: str = "cpu", **given: Any) -> None:
     """Let NCCL be the emulation in this process, with these of the `Settings`. Another call changes some of them."""
-    import raysgd.torch.nccl
+    import raysgd.torch.group.nccl
 
     global settings
     settings = replace(settings, **given)
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, EmulatedNccl, devices=[device])
-    raysgd.torch.nccl.NAME = NAME
+    raysgd.torch.group.nccl.NAME = NAME
 
 
 class Work(dist._Work):

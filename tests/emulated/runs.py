@@ -47,7 +47,7 @@ class Hook:
             self.dies[0].unlink()
             arm([self.dies[1]])
         if self.abort_s is not None:
-            nccl = import_module("raysgd.torch.nccl")
+            nccl = import_module("raysgd.torch.group.nccl")
             nccl.ABORT_S, nccl.SPREAD_S = self.abort_s
 
 

@@ -16,9 +16,9 @@ TABLE: dict[str, tuple[float, dict[str, float]]] = {
     "Adam": (1, {}),
     "Adam, fused": (1, {}),
     "bf16": (1, {}),
-    "fp16": (5, {"item in torch/precision.py step": 1}),  # torch's scaler waits, too
+    "fp16": (5, {"item in torch/step/precision.py step": 1}),  # torch's scaler waits, too
     "clip_norm": (1, {}),
-    "on_nonfinite": (8, {"item in torch/skipped_steps.py _are_finite": 1}),
+    "on_nonfinite": (8, {"item in torch/step/skipped_steps.py _are_finite": 1}),
     "accumulate": (7.5, {}),  # the others are for what its batch counts in the window, and a copy of its metrics
     "accumulate, bf16": (9.5, {}),  # counts weigh each gradient, and not the loss
     "prefetch": (1, {}),
@@ -41,7 +41,7 @@ def test_launches_and_waits_per_step(found: dict[str, Any]) -> None:
     } == TABLE
     assert {name: each["validation"][1] for name, each in cases.items()} == {name: {} for name in TABLE}
     # A call's numbers are read together when it ends.
-    own = {"fp16": {"item in torch/precision.py skipped": 1}}
+    own = {"fp16": {"item in torch/step/precision.py skipped": 1}}
     assert {name: each["end"] for name, each in cases.items()} == {
         name: {READS: 1} | TABLE[name][1] | own.get(name, {}) for name in TABLE
     }

@@ -33,10 +33,10 @@ def test_without_the_wait_steps_are_committed_whose_gradients_never_come(ray_clu
     """What raysgd prevents, and the tests above would see."""
 
     def unsafe() -> None:
-        import raysgd.torch.nccl
+        import raysgd.torch.group.nccl
 
         install()
-        raysgd.torch.nccl.wait_for_device = lambda: None
+        raysgd.torch.group.nccl.wait_for_device = lambda: None
 
     with trainer(hook=unsafe) as made:
         ground = Ground(made)

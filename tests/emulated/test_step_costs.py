@@ -145,7 +145,7 @@ def install_with_pinned_memory() -> None:
     install()
     late, replica, memory = (
         cast("Any", import_module(each))
-        for each in ("tests.emulated.late_device", "raysgd.torch.replica", "raysgd.torch.checkpoint.host_memory")
+        for each in ("tests.emulated.late_device", "raysgd.torch.replica", "raysgd.torch.state.host_memory")
     )
     replica.HostMemory = partial(memory.HostMemory, cuda=late.module)
     memory._pinned = partial(torch.empty, dtype=torch.uint8)  # the device has none

@@ -14,7 +14,7 @@ from torch import nn
 from raysgd import ElasticConfig, TrainingOptions
 from raysgd.engine.rank_comparison import Comparison, difference
 from raysgd.errors import ConfigError
-from raysgd.torch.rank_comparison import sums_of
+from raysgd.torch.state.rank_comparison import sums_of
 from tests.peek import parts_of
 
 

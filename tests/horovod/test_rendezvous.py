@@ -20,7 +20,7 @@ from raysgd.horovod import backend, foreign
 from raysgd.horovod.arguments import HorovodArguments, check_installed
 from raysgd.horovod.backend import HorovodFunctionBackend
 from raysgd.horovod.rendezvous import HorovodRendezvous, end_rendezvous, rank_variables, set_environment
-from raysgd.torch.sockets import Connections
+from raysgd.torch.group.sockets import Connections
 from raysgd.train.backends import HorovodConfig, parse_backend
 from tests.faults import LedgerOperator
 

@@ -30,10 +30,10 @@ from raysgd.engine.engine import Engine
 from raysgd.replica.snapshots import Snapshotter
 from raysgd.replica.user_functions import notice_preemption
 from raysgd.torch.foreign import run_after_backward
-from raysgd.torch.sharing import share_state
-from raysgd.torch.strategies import Strategy
+from raysgd.torch.group.sharing import share_state
+from raysgd.torch.group.strategies import Strategy
+from raysgd.torch.group.wrapping import Exchange
 from raysgd.torch.trainer import choose_strategy
-from raysgd.torch.wrapping import Exchange
 from raysgd.trainer.description import RunDescription, make_engine
 from raysgd.workers.calls import with_value
 from raysgd.workers.orphan import NamedHost
@@ -235,7 +235,7 @@ class Cluster:
                 "raysgd.trainer.description.make_engine": self._make_engine,
                 "raysgd.trainer.trainer_base.pack": lambda value: value,
                 "raysgd.torch.trainer.choose_strategy": self._strategy,
-                "raysgd.torch.sharing.share_state": self._share_state,
+                "raysgd.torch.group.sharing.share_state": self._share_state,
                 "torch.distributed.is_initialized": lambda: self._has_group(),
                 "torch.distributed.get_rank": lambda group=None: self.here.host.rank,
                 "torch.distributed.get_world_size": lambda group=None: len(self.here.backend.group.members),

@@ -374,11 +374,11 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda original: lambda self, *, failed: self.closing,
     ),
     "a schedule forgets the batch that an error ends": (
-        "raysgd.torch.schedules.LoopSchedule.end",
+        "raysgd.torch.step.schedules.LoopSchedule.end",
         lambda original: lambda self, *, failed=False: None if failed else original(self),
     ),
     "unequal shares weigh the same": (
-        "raysgd.torch.weights.GradientWeights._arriving",
+        "raysgd.torch.step.weights.GradientWeights._arriving",
         lambda original: lambda self, gradients: None,
     ),
     "calls do not finish those before them": (
@@ -386,7 +386,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda original: lambda self, running: None,
     ),
     "each rank keeps its own buffers": (
-        "raysgd.torch.buffers.RestoreBuffers._send",
+        "raysgd.torch.state.buffers.RestoreBuffers._send",
         lambda original: lambda self: None,
     ),
 }

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer
 from raysgd.torch import TrainingOperator
-from raysgd.torch.moved_weights import RestoreWeights
+from raysgd.torch.step.moved_weights import RestoreWeights
 from tests.local.group import Cluster, Fault
 from tests.local.runs import weights_of
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from raysgd import ConfigError, ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.torch import TrainingOperator
-from raysgd.torch.buffers import RestoreBuffers
+from raysgd.torch.state.buffers import RestoreBuffers
 from tests.local.group import Cluster, Fault
 from tests.local.runs import train, weights_of
 from tests.peek import send_ahead

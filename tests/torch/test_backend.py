@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import raysgd.torch.process_group
+import raysgd.torch.group.process_group
 from raysgd.core.control import Control
 from raysgd.core.outcomes import Ok
 from raysgd.core.ranks import RankInfo, assign_ranks
-from raysgd.torch.process_group import TorchBackend
-from raysgd.torch.sockets import _listening
+from raysgd.torch.group.process_group import TorchBackend
+from raysgd.torch.group.sockets import _listening
 from raysgd.workers.replica_host import ReplicaHost
 from tests.forked_workers import fresh_processes
 
@@ -74,7 +74,7 @@ def test_leaving_a_group_cannot_deadlock_with_its_threads() -> None:
 
 def joined(driver: TorchBackend, rank_info: RankInfo, settings: dict[str, Any], form_s: float) -> tuple[int, float]:
     """Join, and leave. Return the number of ranks, and the limit of a collective."""
-    raysgd.torch.process_group.FORM_S = form_s
+    raysgd.torch.group.process_group.FORM_S = form_s
     driver.join(rank_info, settings)
     gloo = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     found = dist.get_world_size(), gloo.options._timeout.total_seconds()
@@ -90,7 +90,7 @@ def join_late(said: Any, *given: Any) -> None:
 def test_the_limit_for_connections_applies_neither_to_late_ranks_nor_to_collectives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(raysgd.torch.process_group, "FORM_S", 5.0)  # restored afterwards
+    monkeypatch.setattr(raysgd.torch.group.process_group, "FORM_S", 5.0)  # restored afterwards
     driver, rank_infos = TorchBackend("gloo", join_s=200, collective_s=50), assign_ranks(["a", "a"], generation=1)
     here, there = zip(rank_infos, driver.plan(rank_infos), strict=True)
     context = fresh_processes()

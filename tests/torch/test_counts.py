@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from raysgd import ConfigError, TorchTrainer
 from raysgd.torch import TrainingOperator
-from raysgd.torch.weights import labels_counted
+from raysgd.torch.step.weights import labels_counted
 from tests.local.group import Cluster
 from tests.local.runs import train
 from tests.torch.counted import IGNORED, Counting, Default, Weighted, by_hand, data_of, entered, model_of
@@ -136,7 +136,7 @@ def test_counts_that_weigh_where_gradients_arrive(
     """With bf16, which leaves this model in double precision. Some batches count nothing, and have a gradient of NaN. On a GPU, no
     count is read."""
     if not reads:
-        monkeypatch.setattr("raysgd.torch.weights._checked", lambda count: count)
+        monkeypatch.setattr("raysgd.torch.step.weights._checked", lambda count: count)
     given, config = options(precision="bf16", accumulate=accumulate), {"rows": ROWS, "batch": 2}
     workers, found = schedule[0][1], list[torch.Tensor]()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from raysgd.replica.step import Drawn, Outcome, Step
-from raysgd.torch.dealing import Dealer, OwnSeconds
+from raysgd.torch.step.dealing import Dealer, OwnSeconds
 
 
 class Clock:
@@ -37,7 +37,7 @@ class Event:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     Event.clock = Clock()
-    monkeypatch.setattr("raysgd.torch.dealing.perf_counter", lambda: Event.clock.now)
+    monkeypatch.setattr("raysgd.torch.step.dealing.perf_counter", lambda: Event.clock.now)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     return Event.clock
 

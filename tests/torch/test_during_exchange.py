@@ -10,10 +10,10 @@ from raysgd.core.ranks import RankInfo
 from raysgd.core.timers import Timers
 from raysgd.replica.pace import Pace
 from raysgd.replica.step import Drawn, Step
-from raysgd.torch import step_options
 from raysgd.torch.foreign import run_after_backward
 from raysgd.torch.parts import Parts
-from raysgd.torch.step_options import DuringExchange
+from raysgd.torch.step import options as step_options
+from raysgd.torch.step.options import DuringExchange
 
 
 class Ground:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from raysgd.core.ranks import RankInfo, assign_ranks
-from raysgd.torch.interfaces import choose_interface, interface_towards
+from raysgd.torch.group.interfaces import choose_interface, interface_towards
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 SPREAD, TOGETHER = assign_ranks(["a", "b"])[1], assign_ranks(["a", "a"])[1]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from raysgd.torch import attributes
+from raysgd.torch.step import attributes
 from tests.torch.small import Line, inline
 
 SAID = "has changed self.target, which checkpoints and new workers will not have"

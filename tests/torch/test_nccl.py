@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import ConfigError, TrainingOptions
 from raysgd.core.ranks import RankInfo
 from raysgd.environment import NCCL_ANYWHERE
-from raysgd.torch import TrainingOperator, nccl, process_group
-from raysgd.torch.process_group import TorchBackend, name_for
+from raysgd.torch import TrainingOperator
+from raysgd.torch.group import nccl, process_group
+from raysgd.torch.group.process_group import TorchBackend, name_for
 from tests.replicas import Interrupted, OperatorRank, torch_rank
 
 
@@ -108,7 +109,7 @@ def test_an_abort_while_a_group_forms_also_ends_connections_that_open_later(monk
 
 STUCK = """
 import threading
-from raysgd.torch import nccl
+from raysgd.torch.group import nccl
 from tests.torch.test_nccl import Group
 
 ending = nccl.Abort()

@@ -10,7 +10,7 @@ from torch import nn
 
 from raysgd import TrainingOptions
 from raysgd.replica.step import Drawn, Step
-from raysgd.torch.precision import Fp16, make_precision
+from raysgd.torch.step.precision import Fp16, make_precision
 from tests.peek import options_of
 from tests.torch.small import Line, inline, operator_of, rows, set_scale, weights
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raysgd.core.control import Control
-from raysgd.torch import sharing
+from raysgd.torch.group import sharing
 
 PIECE = 64
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from raysgd.torch.sockets import Connections, GlooConnections
+from raysgd.torch.group.sockets import Connections, GlooConnections
 
 Pair = tuple[socket.socket, socket.socket]
 

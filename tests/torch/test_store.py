@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from raysgd.core.ranks import RankInfo, assign_ranks
-from raysgd.torch import store
-from raysgd.torch.process_group import TorchBackend
-from raysgd.torch.store import exchange_addresses, open_store, wait_for_all
+from raysgd.torch.group import store
+from raysgd.torch.group.process_group import TorchBackend
+from raysgd.torch.group.store import exchange_addresses, open_store, wait_for_all
 from tests.forked_workers import fresh_processes
 
 HOST = "127.0.0.2"  # another loopback address: on Linux, all of 127.0.0.0/8 are

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, SequentialLR
 
-from raysgd.torch.hyperparameters import Option, options, retune
+from raysgd.torch.state.hyperparameters import Option, options, retune
 from tests.peek import parts_of
 
 

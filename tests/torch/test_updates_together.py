@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from raysgd.torch import wrapping
-from raysgd.torch.wrapping import update_together
+from raysgd.torch.group import wrapping
+from raysgd.torch.group.wrapping import update_together
 
 SIZES = (3, 64, 1000, 4097, 5, 6, 7, 8)
 KINDS = [

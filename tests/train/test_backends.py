@@ -10,7 +10,7 @@ import pytest
 from raysgd.core.protocols import SingleWorkerBackend
 from raysgd.core.ranks import assign_ranks
 from raysgd.errors import ConfigError
-from raysgd.torch.devices import see_gpus
+from raysgd.torch.group.devices import see_gpus
 from raysgd.train import Backend, BackendConfig, HorovodConfig, TensorflowConfig, TorchConfig
 from raysgd.train.backends import backend_of, parse_backend
 from raysgd.train.tensorflow_function import TensorflowFunctionBackend

@@ -30,7 +30,7 @@ from torch.utils.data import (
 )
 
 from raysgd import ConfigError, train
-from raysgd.torch.precision import Fp16
+from raysgd.torch.step.precision import Fp16
 from raysgd.train import Trainer, in_trial, loaders
 from raysgd.train.session_functions import OutsideSession, current
 from tests.replicas import FunctionRank, in_function

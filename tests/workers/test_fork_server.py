@@ -283,7 +283,7 @@ from raysgd.workers import fork_server
 fork_server.GPUS = [{gpu!r} + "*"]
 gpu = open({gpu!r} + "0", "w")
 torch = types.SimpleNamespace(cuda=types.SimpleNamespace(is_initialized=lambda: {cuda}))
-sys.modules.update(dict.fromkeys(["torch", "torch._dynamo", "raysgd.torch.process_group"], torch))
+sys.modules.update(dict.fromkeys(["torch", "torch._dynamo", "raysgd.torch.group.process_group"], torch))
 {more}
 """
 STAYS = "threading.Thread(target=threading.Event().wait, name='stays', daemon=True).start()"

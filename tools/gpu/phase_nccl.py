@@ -23,9 +23,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.torch.foreign import abort_groups, forget_groups, groups
-from raysgd.torch.nccl import VARIABLES
-from raysgd.torch.process_group import SHUT_EVERY_S
-from raysgd.torch.sockets import Connections
+from raysgd.torch.group.nccl import VARIABLES
+from raysgd.torch.group.process_group import SHUT_EVERY_S
+from raysgd.torch.group.sockets import Connections
 from tools.gpu import common
 from tools.gpu.notes import Notes, first_line, spread
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from raysgd.replica.feed import Carrier
-from raysgd.torch.checkpoint.packing import has_bytes
 from raysgd.torch.foreign import storage_uses
 from raysgd.torch.parts import move
+from raysgd.torch.state.packing import has_bytes
 
 HELD = 2  # so many batches may be held by the running step and by a loop's variables
 

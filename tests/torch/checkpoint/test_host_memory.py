@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd.torch.checkpoint import host_memory, packing, states
-from raysgd.torch.checkpoint.host_memory import HostMemory
+from raysgd.torch.state import host_memory, packing, states
+from raysgd.torch.state.host_memory import HostMemory
 
 CPU = torch.device("cpu")
 

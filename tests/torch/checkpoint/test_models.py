@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from raysgd.torch.checkpoint import models
+from raysgd.torch.state import models
 from raysgd.workers.calls import pickle_in_parts, unpickle_parts
 
 

@@ -7,7 +7,7 @@ import numpy
 import torch
 from torch import nn
 
-from raysgd.torch.checkpoint import packing
+from raysgd.torch.state import packing
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from raysgd import AutoCheckpoint, CheckpointError, TorchTrainer, train
-from raysgd.torch.checkpoint import shard_files
-from raysgd.torch.fsdp import gathered, placed
+from raysgd.torch.group.fsdp import gathered, placed
+from raysgd.torch.state import shard_files
 from tests import storing
 from tests.peek import parts_of
 from tests.torch.checkpoint.cases import seed_all

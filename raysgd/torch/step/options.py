@@ -22,7 +22,7 @@ from raysgd.replica.step_policy import Policy
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import divisor_of, run_after_backward
 from raysgd.torch.parts import Parts
-from raysgd.torch.weights import GradientWeights
+from raysgd.torch.step.weights import GradientWeights
 
 logger = logging.getLogger("raysgd")
 

@@ -14,12 +14,12 @@ from torch.nn.parameter import is_lazy
 
 from raysgd.errors import CheckpointError
 from raysgd.replica.position import check_counters
-from raysgd.torch.checkpoint import states
 from raysgd.torch.data.sampling import has_own_batches, is_planned
 from raysgd.torch.data.stateful import marks_in
 from raysgd.torch.foreign import nested_schedulers
-from raysgd.torch.part_states import check_part_states
 from raysgd.torch.parts import Parts
+from raysgd.torch.state import states
+from raysgd.torch.step.part_states import check_part_states
 
 
 def check_fits(parts: Parts, state: dict[str, Any]) -> None:

@@ -10,9 +10,9 @@ import torch
 
 from raysgd.replica.step import Step
 from raysgd.replica.step_policy import Policy
-from raysgd.torch.closures import after_gradients, closure_in
 from raysgd.torch.foreign import copy_all
 from raysgd.torch.parts import Parts
+from raysgd.torch.step.closures import after_gradients, closure_in
 
 
 class RestoreWeights(Policy):

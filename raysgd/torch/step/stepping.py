@@ -11,10 +11,10 @@ import torch
 from raysgd.errors import ConfigError, shown
 from raysgd.replica.operator_base import OperatorBase
 from raysgd.replica.step import Step
-from raysgd.torch.closures import after_gradients, closure_in
+from raysgd.torch.group.wrapping import Exchange
 from raysgd.torch.internals import TorchInternals
 from raysgd.torch.parts import Parts
-from raysgd.torch.wrapping import Exchange
+from raysgd.torch.step.closures import after_gradients, closure_in
 
 NOT_CLEARED = (
     "the second step adds its gradients to those of the first one, which were not cleared. raysgd counts the batches for "

@@ -15,7 +15,7 @@ from raysgd.replica.step import Step
 from raysgd.replica.step_policy import Policy
 from raysgd.torch.foreign import buffers_at, content_version, copy_all, unnoticed
 from raysgd.torch.parts import Parts, broadcast, name_of
-from raysgd.torch.skipped_steps import gathered_objects
+from raysgd.torch.step.skipped_steps import gathered_objects
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 SMALL = 1 << 14  # bytes of a buffer that costs nothing

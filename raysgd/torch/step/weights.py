@@ -17,9 +17,9 @@ from raysgd.core.outcomes import TrainAgain
 from raysgd.errors import ConfigError, shown
 from raysgd.replica.step import Step
 from raysgd.replica.step_policy import Policy
-from raysgd.torch import nccl
+from raysgd.torch.group import nccl
 from raysgd.torch.parts import Parts
-from raysgd.torch.precision import Autocast
+from raysgd.torch.step.precision import Autocast
 
 COUNTING = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 IGNORED = -100  # the label that models of transformers leave out

@@ -21,7 +21,7 @@ from raysgd.storage.folders import MARKER, FileEntry, dump_list
 from raysgd.storage.remote import Uri
 from raysgd.storage.seen import SeenFile, readable
 from raysgd.torch import replica_calls
-from raysgd.torch.checkpoint import shard_files
+from raysgd.torch.state import shard_files
 from raysgd.trainer.auto_checkpoint import CheckpointFolder
 from raysgd.trainer.loads import Again, Loads, Take
 from raysgd.trainer.saves import SaveHandle, Saves

@@ -30,10 +30,10 @@ from raysgd.errors import CheckpointError, causes_of
 from raysgd.storage import locations, remote
 from raysgd.storage.folders import MARKER, FileEntry, entry_of, entry_of_bytes, read_list
 from raysgd.storage.remote import Uri
-from raysgd.torch.checkpoint import states
 from raysgd.torch.foreign import with_module_versions
-from raysgd.torch.fsdp import DIVIDED
+from raysgd.torch.group.fsdp import DIVIDED
 from raysgd.torch.parts import Parts
+from raysgd.torch.state import states
 
 OUTLINE, INDEX = "outline.pt", ".metadata"
 TENSOR = "__tensor__"

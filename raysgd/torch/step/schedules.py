@@ -22,7 +22,7 @@ from raysgd.replica.operator_base import Schedule
 from raysgd.torch.foreign import milestones_of, nested_schedulers, steps_of
 from raysgd.torch.parts import check_steps_alone
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.stepping import Stepping
+from raysgd.torch.step.stepping import Stepping
 
 OTHER_LENGTH = (
     "%s ends with its step %d, and makes %d until the end of this %s: %s. Make it for the epochs that are trained%s. Ignore this if you "

@@ -19,11 +19,11 @@ from raysgd.core.tree import mapped
 from raysgd.errors import CheckpointError
 from raysgd.storage.seen import SeenFile, opened
 from raysgd.torch import foreign
-from raysgd.torch.checkpoint.host_memory import HostCopy, HostMemory
-from raysgd.torch.checkpoint.packing import Layout, has_bytes
-from raysgd.torch.fsdp import DIVIDED, placed, placed_optimizer
+from raysgd.torch.group.fsdp import DIVIDED, placed, placed_optimizer
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.parts import Parts
+from raysgd.torch.state.host_memory import HostCopy, HostMemory
+from raysgd.torch.state.packing import Layout, has_bytes
 
 logger = logging.getLogger("raysgd")
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from raysgd.core.blobs import Blobs
-from raysgd.torch.checkpoint import packing
+from raysgd.torch.state import packing
 
 
 def packed_models(models: Sequence[nn.Module], dumps: Callable[[Any], bytes]) -> Blobs:

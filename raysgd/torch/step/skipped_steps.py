@@ -17,8 +17,8 @@ from raysgd.errors import ConfigError, NonFiniteError
 from raysgd.replica.position import Position
 from raysgd.replica.step import Step
 from raysgd.replica.step_policy import Policy
+from raysgd.torch.group.wrapping import Exchange
 from raysgd.torch.parts import Parts
-from raysgd.torch.wrapping import Exchange
 
 MOST_LEFT_OUT = 50
 ADVICE = {

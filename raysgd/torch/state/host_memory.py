@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from raysgd.torch.checkpoint.packing import Layout
+from raysgd.torch.state.packing import Layout
 
 SPARE = 1 << 16
 

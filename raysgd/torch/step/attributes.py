@@ -12,10 +12,10 @@ from torch import nn
 from raysgd.replica.feed import Feed
 from raysgd.replica.step import Step
 from raysgd.replica.step_policy import Policy
-from raysgd.torch.checkpoint.packing import has_bytes
 from raysgd.torch.foreign import content_version
 from raysgd.torch.parts import Parts
-from raysgd.torch.step_options import settings_of
+from raysgd.torch.state.packing import has_bytes
+from raysgd.torch.step.options import settings_of
 
 logger = logging.getLogger("raysgd")
 

@@ -11,9 +11,9 @@ from raysgd.config import one_of
 from raysgd.core import offers
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.errors import ConfigError
+from raysgd.torch.group.process_group import TorchBackend, name_for
+from raysgd.torch.group.wrapping import Exchange
 from raysgd.torch.options import TrainingOptions
-from raysgd.torch.process_group import TorchBackend, name_for
-from raysgd.torch.wrapping import Exchange
 
 
 @dataclass(frozen=True, kw_only=True)

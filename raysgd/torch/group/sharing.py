@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from raysgd.core.control import Control
-from raysgd.torch.checkpoint import packing
 from raysgd.torch.foreign import gloo_within
+from raysgd.torch.state import packing
 
 # Of one broadcast: a part that takes longer than the limit of a hang would be one, at some megabits a second. If a peer dies in one,
 # gloo can forget the call of another rank (docs/design/gloo-lost-send.md), which ends then.

@@ -19,7 +19,6 @@ from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.core.ranks import RankInfo
 from raysgd.environment import NCCL_ANYWHERE, flag_from_environment
 from raysgd.errors import ConfigError, causes_of
-from raysgd.torch import nccl
 from raysgd.torch.foreign import (
     calls_made,
     collective_counter,
@@ -27,9 +26,10 @@ from raysgd.torch.foreign import (
     groups,
     set_collective_limit,
 )
-from raysgd.torch.interfaces import choose_interface
-from raysgd.torch.sockets import Connections, GlooConnections
-from raysgd.torch.store import addresses_of, connect, exchange_addresses, open_store, wait_for_all, without_secret
+from raysgd.torch.group import nccl
+from raysgd.torch.group.interfaces import choose_interface
+from raysgd.torch.group.sockets import Connections, GlooConnections
+from raysgd.torch.group.store import addresses_of, connect, exchange_addresses, open_store, wait_for_all, without_secret
 
 # gloo raises plain RuntimeErrors. Only the names of its source files in the text distinguish them from a user's errors: not
 # "ProcessGroupGloo::allgather: invalid tensor size", which is about the arguments of a call. The text without a name is that

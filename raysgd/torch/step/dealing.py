@@ -18,7 +18,7 @@ from raysgd.replica.step import Step
 from raysgd.replica.step_policy import Policy
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import run_after_backward
-from raysgd.torch.skipped_steps import gathered_objects, summed
+from raysgd.torch.step.skipped_steps import gathered_objects, summed
 
 logger = logging.getLogger("raysgd")
 

@@ -20,7 +20,11 @@ from raysgd.replica.feed import Feed
 from raysgd.replica.position import Position
 from raysgd.replica.step import Step
 from raysgd.replica.step_policy import Policy
-from raysgd.torch.contract import (
+from raysgd.torch.data.sources import PlannedSource
+from raysgd.torch.foreign import content_version, is_compiled, run_after_backward, steps_of
+from raysgd.torch.parts import Parts
+from raysgd.torch.settings import TorchSettings
+from raysgd.torch.step.contract import (
     CHANGED,
     CHANGED_AFTER,
     DIRECT,
@@ -36,11 +40,7 @@ from raysgd.torch.contract import (
     notice,
     refused,
 )
-from raysgd.torch.data.sources import PlannedSource
-from raysgd.torch.foreign import content_version, is_compiled, run_after_backward, steps_of
-from raysgd.torch.parts import Parts
-from raysgd.torch.settings import TorchSettings
-from raysgd.torch.skipped_steps import gathered_objects
+from raysgd.torch.step.skipped_steps import gathered_objects
 
 logger = logging.getLogger("raysgd")
 

@@ -7,16 +7,12 @@ from __future__ import annotations
 from typing import Any
 
 from raysgd.replica.step_policy import Policy
-from raysgd.torch.attributes import WatchAttributes
-from raysgd.torch.batch_mode import KeepBatch
-from raysgd.torch.buffers import RestoreBuffers
-from raysgd.torch.dealing import Dealer
-from raysgd.torch.moved_weights import RestoreWeights
-from raysgd.torch.part_states import PartStates
-from raysgd.torch.precision import Precision
-from raysgd.torch.profiling import Profiler
-from raysgd.torch.skipped_steps import SkipStep
-from raysgd.torch.step_options import (
+from raysgd.torch.state.buffers import RestoreBuffers
+from raysgd.torch.step.attributes import WatchAttributes
+from raysgd.torch.step.batch_mode import KeepBatch
+from raysgd.torch.step.dealing import Dealer
+from raysgd.torch.step.moved_weights import RestoreWeights
+from raysgd.torch.step.options import (
     Accumulate,
     CallOnStep,
     Clip,
@@ -26,8 +22,12 @@ from raysgd.torch.step_options import (
     RestoreMetrics,
     RestoreSettings,
 )
-from raysgd.torch.weights import GradientWeights
-from raysgd.torch.whole_gradients import WholeGradients
+from raysgd.torch.step.part_states import PartStates
+from raysgd.torch.step.precision import Precision
+from raysgd.torch.step.profiling import Profiler
+from raysgd.torch.step.skipped_steps import SkipStep
+from raysgd.torch.step.weights import GradientWeights
+from raysgd.torch.step.whole_gradients import WholeGradients
 
 IN_ORDER: tuple[type[Policy], ...] = (
     PartStates,  # keeps what a committed step has made of them, before another may raise an error

@@ -1,1 +1,0 @@
-"""Checkpoints of the class API: their content, checks, files and streams. Both."""

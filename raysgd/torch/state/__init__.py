@@ -1,0 +1,1 @@
+"""The state of operators for PyTorch: its content, checks, files and copies. Both."""
