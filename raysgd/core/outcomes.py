@@ -95,7 +95,7 @@ class DataLoaderFailure(BaseException):
         return Interrupted(value, f"{where}: {self}", progress, reason=DATA_LOADER)
 
 
-class TrainAgain(BaseException):
+class RetryStep(BaseException):
     """All ranks must train the batch again. The text says why.
 
     This is not an Exception, so that user code that catches the errors of its batches does not

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class RankPart(NamedTuple):
+class RankShare(NamedTuple):
     """One part of a step, which one rank computes: order[start:stop].
 
     fresh   False if another rank, or this one before, has the same units
@@ -73,7 +73,7 @@ class SamplingPlan:
         """The offset after the step that begins at `offset`."""
         return min(offset + self.step_size, self.total)
 
-    def step_at(self, offset: int) -> list[RankPart]:
+    def step_at(self, offset: int) -> list[RankShare]:
         """The parts of the step that begins at `offset`."""
         units = max(self.offset_after(offset) - offset, 0)
         base, extra = divmod(units, self.parts)
@@ -81,13 +81,13 @@ class SamplingPlan:
         for part in range(min(units, self.parts)):
             start, size = offset + part * base + min(part, extra), base + (part < extra)
             weight = size * self.world_size / units
-            found.append(RankPart(start, start + size, True, units, weight, part=part))
+            found.append(RankShare(start, start + size, True, units, weight, part=part))
         return found
 
-    def of_rank(self, rank: int, offset: int) -> list[RankPart]:
+    def of_rank(self, rank: int, offset: int) -> list[RankShare]:
         """One rank's parts of the step that begins at `offset`: the same in each step. If it pads
         without a deal, all ranks have equally many, and repeat units if they have fewer."""
-        parts, found = self.step_at(offset), list[RankPart]()
+        parts, found = self.step_at(offset), list[RankShare]()
         base, extra = (0, 0) if self.deal else divmod(self.parts, self.world_size)
         first = sum(self.deal[:rank]) + rank * base + min(rank, extra)
         count = self.deal[rank] if self.deal else base + (rank < extra)
@@ -100,14 +100,14 @@ class SamplingPlan:
             found.append(found[-1]._replace(fresh=False, weight=0.0))
         return [*(each._replace(whole=False) for each in found[:-1]), *found[-1:]]
 
-    def parts_of(self, rank: int, offset: int) -> Iterator[tuple[int, RankPart]]:
+    def parts_of(self, rank: int, offset: int) -> Iterator[tuple[int, RankShare]]:
         """Yield one rank's parts from `offset` to the end, each after the offset after its step."""
         full = max(self.total - offset, 0) // self.step_size  # nearly all steps, which are divided alike
         alike = self.of_rank(rank, offset) if full else []
         for moved in range(0, full * self.step_size, self.step_size):
             after = offset + moved + self.step_size
             for start, stop, *rest in alike:
-                yield after, RankPart._make((start + moved, stop + moved, *rest))
+                yield after, RankShare._make((start + moved, stop + moved, *rest))
         offset += full * self.step_size
         for _ in range(self.steps_left(offset)):
             after = self.offset_after(offset)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from raysgd.core.control import Control
 from raysgd.core.metrics import Measured
-from raysgd.core.outcomes import DataLoaderFailure, Interrupted, TrainAgain
+from raysgd.core.outcomes import DataLoaderFailure, Interrupted, RetryStep
 from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
@@ -106,7 +106,7 @@ class ReplicaBase(ABC):
         except DataLoaderFailure as failure:
             name = self.data_names[PHASES.get(call.name, "train")]
             return failure.interrupted(name, self.partial(), self.progress)
-        except TrainAgain as found:
+        except RetryStep as found:
             return found.interrupted(self.partial(), self.progress)
         finally:
             self.control.phase = "idle"

@@ -27,7 +27,7 @@ class Drawn(NamedTuple):
     fresh   False if its samples are repeated, by a rank that has none left but must take part in
             the step
     rows    the samples of all ranks' batches together, if the source counts them
-    weight  this rank's part of these samples, relative to an equal share (`RankPart`)
+    weight  this rank's part of these samples, relative to an equal share (`RankShare`)
     whole   False if another part of the same batch follows on this rank
     indices  of this rank's samples in the data set; None if the source does not divide by index
     first    the place of the first of them in the epoch's order

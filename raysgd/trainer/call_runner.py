@@ -27,7 +27,7 @@ from raysgd.engine.worker_table import WorkerInfo
 from raysgd.errors import check_arguments, counted
 from raysgd.replica.rows import RowsCheck
 from raysgd.replica.seeding import DrawnAnew
-from raysgd.trainer.place import Made, Place, storable
+from raysgd.trainer.script_place import Made, ScriptPlace, storable
 from raysgd.workers.tracebacks import fold_frames
 
 logger = logging.getLogger("raysgd")
@@ -73,7 +73,7 @@ class CallRunner:
         self._size = 0  # how many workers there are
         self._failed = False
         self._open = self._is_new_folder = False
-        self.place = Place()
+        self.place = ScriptPlace()
         # The number of the newest evaluation of each kind, and where it has ended, by rank; None if only the ranks know.
         self.evaluated: dict[str, tuple[int, Any]] = dict.fromkeys(("validate", "test"), (0, None))
 
@@ -163,7 +163,7 @@ class CallRunner:
         """Called when the trainer, which this method shuts down, can be used."""
 
     def begin_body(self, loop: int, done: int) -> int:
-        """Note that the body of a loop begins: see `Place`."""
+        """Note that the body of a loop begins: see `ScriptPlace`."""
         return self.place.begin_body(loop, done)
 
     def measure(self, engine: Engine, kind: Kind, job: Job) -> tuple[dict[str, Any], list[Any]]:

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysgd.core.sampling_plan import RankPart, SamplingPlan
+from raysgd.core.sampling_plan import RankShare, SamplingPlan
 
 # (number of steps, world size during these steps)
 SCHEDULE = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 7)), min_size=1, max_size=6)
 
 
-def all_steps(total: int, size: int, schedule: list[tuple[int, int]], *, pad: bool = True) -> list[list[RankPart]]:
+def all_steps(total: int, size: int, schedule: list[tuple[int, int]], *, pad: bool = True) -> list[list[RankShare]]:
     """Return every step of an epoch. Each stage of the schedule makes that many steps, and the last one makes the
     rest."""
     steps, offset = [], 0
@@ -25,7 +25,7 @@ def all_steps(total: int, size: int, schedule: list[tuple[int, int]], *, pad: bo
     return steps
 
 
-def units(parts: list[RankPart]) -> list[int]:
+def units(parts: list[RankShare]) -> list[int]:
     return [unit for part in parts for unit in range(part.start, part.stop)]
 
 

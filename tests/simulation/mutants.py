@@ -17,7 +17,7 @@ from raysgd.core.gpu_failures import GpuFailures
 from raysgd.core.messages import Interrupt, ProgressReport, ProposeBoundary
 from raysgd.core.policy import PLANNED, Observation, Recovery
 from raysgd.core.progress import Progress
-from raysgd.core.sampling_plan import RankPart, SamplingPlan
+from raysgd.core.sampling_plan import RankShare, SamplingPlan
 from raysgd.core.snapshot import Snapshot, SnapshotStore
 from raysgd.engine import boundary, engine, generation, membership, recovery, watchdog
 from raysgd.engine.engine import Engine
@@ -107,7 +107,7 @@ def skip_a_sample(patch: Patch) -> None:
 
     def parts_of(self: SamplingPlan, rank: int, offset: int) -> Any:
         found = original(self, rank, offset)
-        return ((after, RankPart(part.start + (rank == 0), part.stop, part.fresh)) for after, part in found)
+        return ((after, RankShare(part.start + (rank == 0), part.stop, part.fresh)) for after, part in found)
 
     patch.setattr(SamplingPlan, "parts_of", parts_of)
 

@@ -14,7 +14,7 @@ from raysgd.errors import ConfigError
 from raysgd.replica.replica_base import ReplicaBase
 from raysgd.replica.settings import OperatorReplicaFactory, ReplicaSettings
 from raysgd.trainer.named import NamedCalls, checked_name
-from raysgd.trainer.place import Made
+from raysgd.trainer.script_place import Made
 
 
 class Tenure:

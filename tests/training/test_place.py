@@ -17,7 +17,7 @@ from raysgd.engine.call import Call, Job
 from raysgd.errors import ResourceError
 from raysgd.replica.replica_base import ReplicaBase
 from raysgd.trainer.call_runner import CallRunner
-from raysgd.trainer.place import Made, Place, storable
+from raysgd.trainer.script_place import Made, ScriptPlace, storable
 from tests.torch.small import inline, weights
 from tests.training.test_auto_checkpoint import STEPS, Noisy, lived_until, started
 
@@ -179,7 +179,7 @@ def test_more_patience_continues_a_loop_that_had_ended(tmp_path: Path) -> None:
 
 def test_a_change_of_which_only_the_workers_know_is_not_made_again() -> None:
     """The script had ended before it could note it."""
-    place = Place()
+    place = ScriptPlace()
     place.resume(1, 2, [Made("train()", {}, []), Made("", None)])
     assert place.begin_body(1, 2) == 1 and place.find_recorded("train()") is not None
     assert place.find_recorded("update_scheduler()", change=True) == Made("", None)
@@ -187,7 +187,7 @@ def test_a_change_of_which_only_the_workers_know_is_not_made_again() -> None:
 
 
 def test_it_is_no_measuring_call() -> None:
-    place = Place()
+    place = ScriptPlace()
     place.resume(1, 2, [Made("", None)])
     assert place.begin_body(1, 2) == 0 and place.find_recorded("train()") is None
     assert place.find_recorded("update_scheduler()", change=True) is None
@@ -212,7 +212,7 @@ def test_a_call_that_raised_an_error_raises_one_like_it() -> None:
     class Local(Exception):
         pass
 
-    place = Place()
+    place = ScriptPlace()
     raised = [(Mine(1, 2), Mine, "^1 and 2$"), (OSError("x"), OSError, "^x$"), (Local("y"), RaysgdError, "Local: y$")]
     for error in (
         *(each for each, *_ in raised),
@@ -220,7 +220,7 @@ def test_a_call_that_raised_an_error_raises_one_like_it() -> None:
         KeyboardInterrupt(),
     ):  # the last two may not come again
         place.note_error("train()", error)
-    again = Place()
+    again = ScriptPlace()
     again.resume(1, 2, json.loads(json.dumps(place.as_json())))
     assert again.begin_body(1, 2) == 0
     for _, kind, text in raised:
@@ -233,7 +233,7 @@ def test_a_call_that_raised_an_error_raises_one_like_it() -> None:
 @pytest.mark.parametrize("stop", [False, True])
 def test_a_call_that_is_not_made_again_ends_a_fit_as_it_did(stop: bool) -> None:
     """As `EarlyStopping` of Keras does."""
-    before = Place()
+    before = ScriptPlace()
     before.note(Made("train()", {"loss": 1.0}, [{"loss": 1.0}], stop))
     runner = CallRunner([], Run(trainer="TFTrainer", name="digits", num_workers=2))
     runner.place.resume(1, 0, json.loads(json.dumps(before.as_json())))

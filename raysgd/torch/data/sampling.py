@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from raysgd.core.sampling_plan import Division, RankPart, SamplingPlan
+from raysgd.core.sampling_plan import Division, RankShare, SamplingPlan
 from raysgd.errors import ConfigError
 from raysgd.replica.seeding import seed_generators
 from raysgd.torch.foreign import loader_with
@@ -222,7 +222,7 @@ class Picker:
         self._order: Order = range(0)
         self._plan = SamplingPlan(total=0, step_size=1, parts=1, world_size=1)
         self._rank = self._offset = 0
-        self._taken: deque[tuple[int, RankPart]] = deque()
+        self._taken: deque[tuple[int, RankShare]] = deque()
 
     def follow(
         self,
@@ -231,7 +231,7 @@ class Picker:
         rank: int,
         offset: int,
         number: Callable[..., int] | None = None,
-    ) -> deque[tuple[int, RankPart]]:
+    ) -> deque[tuple[int, RankShare]]:
         """Replace the plan. Return where the loader's next pass will add, for each batch that it
         begins to read, the offset after its step, and the part. `number` returns the seed for
         reading the part from an offset on."""
@@ -242,7 +242,7 @@ class Picker:
         self._taken = deque()  # a loader's thread may still add to the one before
         return self._taken
 
-    def _in_samples(self, part: RankPart, after: int) -> RankPart:
+    def _in_samples(self, part: RankShare, after: int) -> RankShare:
         """Give a part the weight of its samples: batches can have different sizes."""
         offset = after - part.rows
         try:
@@ -291,7 +291,7 @@ def _units_to_read(seed: int, units: Any) -> Any:
     return units
 
 
-def following(loader: DataLoader[Any], picker: Picker, *, pinned: bool = False) -> DataLoader[Any] | Gathered:
+def with_sampler(loader: DataLoader[Any], picker: Picker, *, pinned: bool = False) -> DataLoader[Any] | Gathered:
     """Make a copy of a loader, with all its options and a planned sampler, or what gathers equal
     batches into `pinned` memory, without a loader: on CPUs, that was slower."""
     changed: dict[str, Any] = {"sampler": picker, "generator": torch.Generator().manual_seed(torch.initial_seed())}
@@ -308,7 +308,7 @@ def following(loader: DataLoader[Any], picker: Picker, *, pinned: bool = False) 
     return loader_with(loader, **changed)
 
 
-def evened(order: Order, count: int, offset: int) -> Order:
+def split_last_step(order: Order, count: int, offset: int) -> Order:
     """The batches of an epoch, with those of a short last step divided into this many parts.
 
     Otherwise a rank would have to repeat a batch, although there are enough samples.

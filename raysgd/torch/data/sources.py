@@ -32,12 +32,12 @@ from raysgd.torch.data.sampling import (
     Recipe,
     agree,
     epoch_order,
-    evened,
-    following,
     has_own_batches,
     plan_of,
     random_sources,
     set_epoch,
+    split_last_step,
+    with_sampler,
 )
 from raysgd.torch.foreign import end_processes, forget_iterator, live_iterator, ranks_asked
 
@@ -114,7 +114,7 @@ class PlannedSource(BatchSource):
         self._position, self._known = position or Position(), dict[int, tuple[Order, Recipe | None]]()
         self._own_batches = own = has_own_batches(loader)
         self._picker = Picker(own_batches=own, batched=own or loader.batch_size is not None)
-        self._twin = following(loader, self._picker, pinned=device is not None and device.type == "cuda")
+        self._twin = with_sampler(loader, self._picker, pinned=device is not None and device.type == "cuda")
         self._seed = torch.initial_seed()
         self.order: Order = range(0)
         self._recipe: Recipe | None = None  # of the order, if all ranks have drawn it from that
@@ -209,7 +209,7 @@ class PlannedSource(BatchSource):
 
     def _generate(self, rank_info: RankInfo, offset: int) -> Generator[Drawn]:
         if self._pad and self._own_batches:
-            self.order = evened(self.order, self._division(rank_info.world_size).batches, offset)
+            self.order = split_last_step(self.order, self._division(rank_info.world_size).batches, offset)
         places, epoch = self._places, self._epoch + 1
         seed = torch.initial_seed() if places is None else places.number(epoch=epoch)
         if self._seed != seed and not isinstance(self._twin, Gathered):

@@ -20,9 +20,9 @@ from raysgd.torch.step.skipped_steps import gathered_objects
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 SMALL = 1 << 14  # bytes of a buffer that costs nothing
 ALIGNED = 16  # bytes: the largest element of a tensor
-Place = tuple[nn.Module, str]  # of a buffer, because a module may replace its buffers
+BufferAt = tuple[nn.Module, str]  # of a buffer, because a module may replace its buffers
 Pair = tuple[list[torch.Tensor], list[torch.Tensor]]
-Contents = list[tuple[Place, torch.Tensor]]
+Contents = list[tuple[BufferAt, torch.Tensor]]
 
 
 class RestoreBuffers(Policy):
@@ -42,11 +42,11 @@ class RestoreBuffers(Policy):
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._places: list[Place] | None = None  # None before the first step
-        self._seen: dict[Place, Any] = {}  # the versions of buffers when the loop began
+        self._places: list[BufferAt] | None = None  # None before the first step
+        self._seen: dict[BufferAt, Any] = {}  # the versions of buffers when the loop began
         # At the beginning of the step: the buffers, where they were, and their contents.
         self._now: list[torch.Tensor] = []
-        self._at: list[Place] = []
+        self._at: list[BufferAt] = []
         self._before: list[torch.Tensor] = []
         self._copies: list[Pair] = []  # both, in pairs of lists that a device copies at once
         # While a rank has several parts: which one runs, and whether its samples count; the contents at the step's beginning,
@@ -58,7 +58,7 @@ class RestoreBuffers(Policy):
         self._open = self._sent = False  # whether a step is open, and its buffers have been sent
         # What all ranks get in this generation, None before they have agreed on it: where it is, the buffers, the memory that
         # is sent, and pairs of lists of both.
-        self._shared: list[Place] | None = None
+        self._shared: list[BufferAt] | None = None
         self._others = False  # whether a rank has others
         self._held: list[torch.Tensor] = []
         self._content = torch.empty(0)
@@ -146,7 +146,7 @@ class RestoreBuffers(Policy):
         elif held := buffers_at(self._shared):
             self._send_together(held)
 
-    def _agreed(self) -> list[Place]:
+    def _agreed(self) -> list[BufferAt]:
         """Agree on the buffers that are sent in this generation: what some rank restores. All ranks
         have those of SyncBatchNorm. Send them for the first time."""
         every = self._all()
@@ -190,7 +190,7 @@ class RestoreBuffers(Policy):
         _put(next(iter(self._after.values())))
         self._after = {}
 
-    def _found(self) -> list[Place]:
+    def _found(self) -> list[BufferAt]:
         """The buffers that are restored and sent: those that the first step has changed or created,
         those of BatchNorm, and small ones."""
         before = dict(zip(self._at, self._before, strict=True))
@@ -201,14 +201,14 @@ class RestoreBuffers(Policy):
         }
         return [each for each in self._all() if each in moving or before[each].nbytes <= SMALL]
 
-    def _with_changed(self, places: list[Place]) -> list[Place]:
+    def _with_changed(self, places: list[BufferAt]) -> list[BufferAt]:
         """Add the buffers that have changed since the loop began."""
         changed = (each for each, before in self._seen.items() if _version(each) != before)
         return list(dict.fromkeys([*places, *changed]))
 
-    def _all(self) -> dict[Place, str]:
+    def _all(self) -> dict[BufferAt, str]:
         """The buffers, with names that are the same on all ranks."""
-        found: dict[Place, str] = {}
+        found: dict[BufferAt, str] = {}
         for number, model in enumerate(self._parts.models):
             for path, module in model.named_modules():
                 for name, _ in module.named_buffers(recurse=False):
@@ -242,7 +242,7 @@ def _copy_together(source: Iterable[torch.Tensor], target: Iterable[torch.Tensor
 
 
 @torch.no_grad()
-def _put(contents: Iterable[tuple[Place, torch.Tensor]]) -> None:
+def _put(contents: Iterable[tuple[BufferAt, torch.Tensor]]) -> None:
     """Restore the contents of buffers; of one that has been replaced by another kind, the
     buffer."""
     sources, targets = [], []
@@ -256,11 +256,11 @@ def _put(contents: Iterable[tuple[Place, torch.Tensor]]) -> None:
     _copy_together(sources, targets)
 
 
-def _held(place: Place) -> torch.Tensor | None:
+def _held(place: BufferAt) -> torch.Tensor | None:
     return getattr(*place, None)
 
 
-def _version(place: Place) -> tuple[int, int]:
+def _version(place: BufferAt) -> tuple[int, int]:
     """It differs after a buffer was written, or replaced."""
     now = _held(place)
     return id(now), 0 if now is None else content_version(now)

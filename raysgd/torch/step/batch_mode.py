@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from raysgd.constants import PARTS, PER_WORKER
-from raysgd.core.outcomes import TrainAgain
+from raysgd.core.outcomes import RetryStep
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import Division
 from raysgd.errors import ConfigError
@@ -246,7 +246,7 @@ class KeepBatch(Policy):
                 raise ConfigError(notice(found, self._all_parts))
             self.position.contract = tuple(found)
             self._say(found)
-            raise TrainAgain(found.found)
+            raise RetryStep(found.found)
 
     def end_step(self, step: Step) -> None:
         if not self._decides or step.outcome == "undone" or (step.failed and not self._was_trained):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from raysgd.core.outcomes import TrainAgain
+from raysgd.core.outcomes import RetryStep
 from raysgd.core.tree import mapped
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.replica.feed import Feed, NoFeed
@@ -71,7 +71,7 @@ class PartStates(Policy):
         if not self._used:
             self._used = True
             if feed.rank_info.world_size > 1 or self.end_step not in step.policies.end_step:
-                raise TrainAgain(LATE)
+                raise RetryStep(LATE)
         # Copies, by part and whether its samples count.
         running: dict[tuple[int, bool], dict[str, Any]] = step.notes.setdefault(self, {})
         place = part, step.current.fresh

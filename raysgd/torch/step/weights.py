@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from raysgd.core.outcomes import TrainAgain
+from raysgd.core.outcomes import RetryStep
 from raysgd.errors import ConfigError, shown
 from raysgd.replica.step import Step
 from raysgd.replica.step_policy import Policy
@@ -200,7 +200,7 @@ class GradientWeights(Policy):
             return count._replace(value=0) if isinstance(count, Counted) else 0
         if count.value != self._usual * count.samples:
             self._differs = True
-            raise TrainAgain("its loss is the first that is not a mean over equally many labels of each sample")
+            raise RetryStep("its loss is the first that is not a mean over equally many labels of each sample")
         return None
 
     def _agree(self, count: Any) -> None:

@@ -40,7 +40,7 @@ from torch.utils.data.distributed import DistributedSampler
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from raysgd.core.sampling_plan import RankPart
+from raysgd.core.sampling_plan import RankShare
 from raysgd.errors import ConfigError
 from raysgd.replica.seeding import Places, seed_generators
 from raysgd.torch.data.sampling import Units, agree, set_epoch
@@ -299,7 +299,7 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         self._on_log = [each.on_log for each in self._trackers]
         self._points = Points(self._track)
         self._sampler: PartSampler | None = None
-        self._parts: Iterator[RankPart] = iter(())
+        self._parts: Iterator[RankShare] = iter(())
         first = {
             "ranks": self._session.planned_ranks,
             "steps": args.gradient_accumulation_steps,
@@ -372,7 +372,7 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
             self._sampler.continue_with(self._pending["order"].content, self._pending["reading"].content)
         return self._sampler
 
-    def begin_step(self) -> list[RankPart]:
+    def begin_step(self) -> list[RankShare]:
         """Choose the parts that this rank computes in the step that begins."""
         windows, args = self._windows, self._trainer.args
         if args.gradient_accumulation_steps != windows.most:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from raysgd.core.sampling_plan import RankPart
+from raysgd.core.sampling_plan import RankShare
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,15 @@ class Windows:
         """How many parts this step has for all ranks."""
         return min(self.per_step, self.parts - step * self.per_step)
 
-    def of_rank(self, step: int) -> list[RankPart]:
+    def of_rank(self, step: int) -> list[RankShare]:
         """This rank's parts of a step of an epoch."""
         first, count = step * self.per_step, self.count(step)
         places = range(self.rank, -(-count // self.ranks) * self.ranks, self.ranks)
         return [self._part(first + place if place < count else first, place < count) for place in places]
 
-    def _part(self, part: int, fresh: bool) -> RankPart:
+    def _part(self, part: int, fresh: bool) -> RankShare:
         start = part * self.batch
-        return RankPart(start, min(start + self.batch, self.samples), fresh, weight=float(fresh), part=part)
+        return RankShare(start, min(start + self.batch, self.samples), fresh, weight=float(fresh), part=part)
 
     def __len__(self) -> int:
         """How many parts this rank has in an epoch, as a loader's length."""

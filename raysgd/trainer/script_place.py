@@ -35,7 +35,7 @@ class Made(NamedTuple):
     places: Any = None
 
 
-class Place:
+class ScriptPlace:
     """Owns the place of a script: `loop`, how many of its epochs are `done`, and the calls that
     this body has `made`. Each of them is made once: a script that is started again gets in this
     body, in order, what had returned or been raised there before. Bodies that make other calls,
