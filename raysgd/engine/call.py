@@ -163,7 +163,8 @@ class FanOut:
                 arguments = {}
             for worker in self._workers:
                 self._table.begin_run(worker, call.name)
-                self._calls.submit(worker, "run", arguments, generation=self._generation.number)
+                number = self._table.group.submit(worker, "run", arguments, generation=self._generation.number)
+                self._calls.expect(worker, number)
             while self._calls.running and not self._has_waited_for_peers():
                 self._table.pump(TICK_S)
                 self._calls.collect(self._take_outcome)

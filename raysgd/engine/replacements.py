@@ -153,7 +153,8 @@ class Replacements:
             return
         if self._in_place:
             self._table.set_stage(info.worker, Stage.WARMING)
-            self._table.submit(info.worker, "warm", self._generation.warm_up_arguments())
+            call = self._table.group.submit(info.worker, "warm", self._generation.warm_up_arguments())
+            self._table.expect(info.worker, call)
         else:
             self._set_ready(info.worker)
 

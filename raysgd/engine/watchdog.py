@@ -47,7 +47,7 @@ def ask(
     try:
         for worker in workers:
             given = dict(arguments(worker)) if callable(arguments) else shared
-            calls.submit(worker, verb, given, generation=generation)
+            calls.expect(worker, table.group.submit(worker, verb, given, generation=generation))
         limit = TimeLimit(table, verb, limit_s)
         calls.collect()
         while calls.running:

@@ -313,15 +313,13 @@ class WorkerTable:
         info = self._workers[worker]
         info.progress, info.partial = info.progress.at(method), None
 
-    def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
-        """Give the worker a call, and return its number."""
-        call = self.group.submit(worker, verb, arguments, generation=generation)
+    def expect(self, worker: str, call: int) -> None:
+        """Note that the worker was just given a call, by the group's `submit`."""
         info = self._workers[worker]
         self._asked[call] = worker
         if self._asking_since is None:
             self._asking_since = self.real_clock()
         info.moved_at, info.busy, info.last_call, info.is_exact = self.clock(), call, call, False
-        return call
 
     def open_calls(self, on_trouble: Callable[[], None]) -> OpenCalls:
         """Make an object that makes calls and waits for them. `on_trouble` is called once, when the
@@ -519,9 +517,10 @@ class OpenCalls:
         self.troubled_at: float | None = None
         self._changed: dict[str, None] = {}  # the first one first
 
-    def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int) -> None:
-        """Give the worker a call, and wait for it."""
-        self.running[worker] = self._table.submit(worker, verb, arguments, generation=generation)
+    def expect(self, worker: str, call: int) -> None:
+        """Wait for a call that the worker was just given, by the group's `submit`."""
+        self._table.expect(worker, call)
+        self.running[worker] = call
         self.note(worker)  # it may have ended already
 
     def note(self, worker: str) -> None:

@@ -382,15 +382,3 @@ class Feed:
     def _stop(self) -> None:
         self.stopped = True
         raise MembershipChange
-
-
-def info_of_batch(feed: Feed | NoFeed, common: Mapping[str, Any], **counts: int) -> dict[str, Any]:
-    """Make the `batch_info` of the current batch: its place, `counts`, and what is `common` to the
-    batches of a loop."""
-    step, current = feed.step, feed.step.current
-    info = feed.make_info(**counts, part=current.part, last_part=current.whole)
-    info["epoch_batch"] = feed.position.epoch_batches + step.batches - current.whole
-    if current.indices is not None:
-        info["rows"] = current.indices
-    info |= common
-    return info

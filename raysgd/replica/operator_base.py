@@ -16,7 +16,6 @@ from raysgd.core.metrics import OWN_NAMES, refuse_own_names
 from raysgd.core.sampling_plan import optimizer_steps
 from raysgd.core.timers import Timers
 from raysgd.errors import ConfigError, MissingPartError, close_to, shown
-from raysgd.replica.feed import info_of_batch
 from raysgd.replica.internals import Internals
 from raysgd.replica.settings import ReplicaSettings
 from raysgd.replica.step import Step
@@ -150,7 +149,12 @@ class OperatorBase:
         batch_idx, count = 0, self.global_step
         for batch in iterator:
             step, batch_idx = feed.step, max(batch_idx, feed.position.call_batches)  # also after a change of the group
-            batch_info = info_of_batch(feed, common, batch_idx=batch_idx, global_step=count)
+            part, whole, indices = step.current.part, step.current.whole, step.current.indices
+            batch_info = feed.make_info(batch_idx=batch_idx, global_step=count, part=part, last_part=whole)
+            batch_info["epoch_batch"] = feed.position.epoch_batches + step.batches - whole
+            if indices is not None:
+                batch_info["rows"] = indices
+            batch_info |= common
             try:
                 metrics = train_batch(batch, batch_info=batch_info) if named else train_batch(batch, batch_info)
                 if step.error is not None:  # before anything counts the batch

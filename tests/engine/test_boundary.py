@@ -23,7 +23,8 @@ class Ranks:
         group: Any = self
         self.table = WorkerTable(group)
         for worker in self.table.launch(len(steps)):
-            call = self.table.submit(worker, "run", {})
+            call = self.submit(worker, "run", {})
+            self.table.expect(worker, call)
             self._events.append(CallEnded(worker, call, Ok(progress=Progress(step=steps[int(worker)]))))
         self.table.pump(0.0)
 

@@ -59,7 +59,7 @@ def test_one_that_has_taken_the_state_of_the_group_joins_before_others(scenario:
     scenario.replacements.launch(2)
     scenario.after(3, started("w1"), started("w2"))
     assert scenario.replacements.ready_workers == ["w1", "w2"]
-    scenario.table.submit("w2", "load", {})  # for a generation that was not formed
+    scenario.table.expect("w2", scenario.group.submit("w2", "load", {}))  # for a generation that was not formed
     scenario.table.pump(0)
     assert scenario.replacements.take(1) == ["w2"] and scenario.group.dismissed == ["w1"]
 
@@ -266,7 +266,7 @@ def test_the_end_of_a_broken_worker_does_not_hide_why(scenario: Scenario) -> Non
     scenario.table.launch(1)
     scenario.group.events += [started("w1", gpu="3")]
     scenario.table.pump(0)
-    scenario.table.submit("w1", "warm", {})
+    scenario.table.expect("w1", scenario.group.submit("w1", "warm", {}))
     scenario.group.events += [WorkerEnded("w1", "its process ended with exit code 79")]
     scenario.table.pump(0)
     failure = scenario.table.failure_of(scenario.table["w1"])

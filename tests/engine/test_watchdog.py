@@ -116,7 +116,8 @@ class Watched:
         self._controls = {worker: self._control(worker, ranks) for worker in self.running}
 
     def _control(self, worker: str, ranks: int) -> Any:
-        call = self.table.submit(worker, "run", {})
+        call = self.group.submit(worker, "run", {})
+        self.table.expect(worker, call)
         return reporting(self.group, worker, call, int(worker), ranks, lambda: self.now)
 
     def tick(self, **more: Any) -> None:

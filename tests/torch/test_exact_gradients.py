@@ -1,6 +1,7 @@
 """A step's gradient is the mean over its samples, whatever each rank's share: one worker and N end with equal weights."""
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,7 +152,7 @@ class Rows:
         while (dealt := self._dealer.take(request)) is not None:
             mine = [row for block, begin, end in dealt.slices for row in block[begin:end]]
             yield {"x": self._x[mine], "y": self._y[mine]}, dealt.after, dealt.fresh
-            request = request.next(dealt.after, start)
+            request = replace(request, start=dealt.after, floor=start)
 
 
 class OfRows(Curve):
