@@ -9,12 +9,12 @@ from unittest.mock import patch as patched
 
 def parts_of(operator: Any) -> Any:
     """Return what an operator has registered: `optimizers`, `schedulers`, and loaders by the names of `register_data`."""
-    return operator._internals.parts
+    return operator._internals.registered
 
 
 def models_of(operator: Any) -> list[Any]:
     """Return its models, without the wrappers of several workers."""
-    models: list[Any] = operator._internals.parts.models
+    models: list[Any] = operator._internals.registered.models
     return models
 
 

@@ -55,7 +55,7 @@ class CollatingOperator(BenchmarkOperator):
 
     def setup(self, config):
         super().setup(config)
-        loader = self._parts.train_loader
+        loader = self._registered.train_loader
         self.register_data(
             train_loader=DataLoader(
                 loader.dataset,

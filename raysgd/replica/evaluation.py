@@ -67,7 +67,7 @@ class Evaluations:
         one. `places` are where the call before has ended on each rank, if the driver knows that.
         With one loader, a call that `continues` begins there."""
         kind, internals, passes = self.kind, replica.internals, self.passes
-        phases = phases_of(kind, getattr(internals.parts, replica.data_names[kind]))
+        phases = phases_of(kind, getattr(internals.registered, replica.data_names[kind]))
         here = internals.rank_info
         start = passes.parked if call == passes.call else None  # all repeat a call in which a rank has failed
         if places:
@@ -107,7 +107,7 @@ class Evaluations:
 
 def has_data(replica: EvaluatingReplica, phase: Phase) -> bool:
     """Return whether the operator has registered data for this."""
-    return getattr(replica.internals.parts, replica.data_names[phase]) is not None
+    return getattr(replica.internals.registered, replica.data_names[phase]) is not None
 
 
 def validate(replica: EvaluatingReplica, **arguments: Any) -> Any:

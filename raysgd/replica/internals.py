@@ -24,7 +24,7 @@ class Internals:
     makes it when it is created, and its replica trains with it.
 
     settings      those of the trainer
-    parts         what `register` and `register_data` received
+    registered         what `register` and `register_data` received
     policies      those that take part in each step; the operator makes them after `setup`
     pace          what the loops of `train` take
     ranks_read    which numbers of workers user code has read of the operator
@@ -47,14 +47,14 @@ class Internals:
         self,
         settings: ReplicaSettings,
         rank_info: RankInfo | None,
-        parts: Any,
+        registered: Any,
         *,
         make_meter: Callable[[], AverageMeterCollection] = AverageMeterCollection,
         prefix: str = "val_",
     ) -> None:
         self.settings = settings
         self.rank_info = rank_info or RankInfo()
-        self.parts, self.prefix, self._make_meter = parts, prefix, make_meter
+        self.registered, self.prefix, self._make_meter = registered, prefix, make_meter
         self.position, self.pace = Position(), Pace()
         self.planned_steps: int | None = None
         self.testing = False

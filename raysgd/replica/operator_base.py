@@ -40,13 +40,13 @@ OTHER_NAME = (
 
 
 @dataclass
-class RegisteredParts:
+class RegisteredBase:
     """What `register` received. Owned by one operator."""
 
     models: list[Any] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
     criterion: Any = None
-    registered: bool = False
+    is_complete: bool = False  # whether `register` was called
 
     @staticmethod
     def is_single(value: Any) -> bool:
@@ -112,7 +112,7 @@ class OperatorBase:
     def __init__(self, config: dict[str, Any] | None, internals: Internals) -> None:
         self._config: dict[str, Any] = {} if config is None else config
         self._internals = internals
-        self._settings, self._parts = internals.settings, internals.parts
+        self._settings, self._registered = internals.settings, internals.registered
         self._complete_for: set[str] = set()
         self.timers = Timers()
         self.global_step = 0
@@ -321,7 +321,7 @@ class OperatorBase:
 
     def _train_data(self, name: str) -> Any:
         """The registered training data for `total_steps`."""
-        data = getattr(self._parts, name)
+        data = getattr(self._registered, name)
         if data is None:
             raise ConfigError(
                 f"total_steps() needs the training data: call self.register_data({name}=...) before it, in setup"
@@ -383,9 +383,9 @@ class OperatorBase:
         loop, begin = ("train_epoch", "train_") if of == "train_batch" else ("validate", "val_")
         default = getattr(type(self), loop).__module__ in (__name__, "raysgd.torch.operator")
         several = begin == "val_" and isinstance(
-            self._parts.validation_loader, Mapping
+            self._registered.validation_loader, Mapping
         )  # their names are in the metrics
-        if not default or several or of == "test_batch" or self._parts.metrics:
+        if not default or several or of == "test_batch" or self._registered.metrics:
             return
         for name, argument in self._settings.wanted.items():
             bare = name.removeprefix("last_")

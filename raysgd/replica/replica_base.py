@@ -69,7 +69,7 @@ class ReplicaBase(ABC):
         self, operator: OperatorBase, settings: ReplicaSettings, rank_info: RankInfo, control: Control
     ) -> None:
         self.internals = internals_of(operator)
-        if not self.internals.parts.registered:
+        if not self.internals.registered.is_complete:
             raise ConfigError(
                 f"{type(operator).__name__}.setup did not call self.register(models=..., optimizers=...): call it there, "
                 "because the trainer trains and saves what is registered"
@@ -297,7 +297,7 @@ class ReplicaBase(ABC):
         """The source of the registered data. Data that was registered since is used from the next
         epoch on."""
         kind, name = split(phase)
-        data = getattr(self.internals.parts, self.data_names[kind])
+        data = getattr(self.internals.registered, self.data_names[kind])
         data = data[name] if name else data
         source: Source | None = self.sources.get(phase)
         if source is not None and not self.position_in(phase).ended:

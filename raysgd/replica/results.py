@@ -140,7 +140,7 @@ class Results(ABC):
         elif (
             position.call_batches and SKIPPED not in report.metrics and made is not None and made == self._steps_before
         ):
-            optimizers = ", ".join(type(each).__name__ for each in internals.parts.optimizers)
+            optimizers = ", ".join(type(each).__name__ for each in internals.registered.optimizers)
             internals.warn_once(NO_STEP, optimizers, position.call_batches, self.how_to_step)
         elif own and internals.num_steps is None and not position.ended:
             left = feed.source.steps_left(feed.rank_info, position.offset)

@@ -18,7 +18,7 @@ from raysgd.config import at_least
 from raysgd.constants import NUM_SAMPLES
 from raysgd.errors import ConfigError, shown
 from raysgd.tf.operator import TrainingOperator
-from raysgd.tf.parts import keep_values, one_row, refuse_sum, rows_in
+from raysgd.tf.registered import keep_values, one_row, refuse_sum, rows_in
 
 EVALUATE, FIT = "evaluate_config", "fit_config"
 
@@ -61,7 +61,7 @@ class CompiledOperator(TrainingOperator):
         if getattr(model, "optimizer", None) is None or not getattr(model, "compiled", True):
             raise ConfigError("model_creator must return a compiled model: call model.compile(optimizer=..., loss=...)")
         self.register(models=model, optimizers=model.optimizer)
-        self.optimizer = self._parts.optimizers[0]
+        self.optimizer = self._registered.optimizers[0]
         if (steps := model.steps_per_execution) > 1:
             raise ConfigError(
                 f"the model was compiled with steps_per_execution={steps}, which has no effect here: raysgd runs one batch at a "
@@ -79,7 +79,7 @@ class CompiledOperator(TrainingOperator):
     def _build(self) -> None:
         """Create the metrics, too: Keras waits for the first batch, which a rank may not have."""
         super()._build()
-        spec = getattr(self._parts.train_dataset, "element_spec", None)
+        spec = getattr(self._registered.train_dataset, "element_spec", None)
         if spec is None:
             return
         x, y, weight = _unpacked(tf.nest.map_structure(one_row, spec))

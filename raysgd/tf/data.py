@@ -24,7 +24,7 @@ from raysgd.replica.seeding import Places, seed_python_and_numpy
 from raysgd.replica.step import Drawn
 from raysgd.tf import foreign
 from raysgd.tf.channel import Channel
-from raysgd.tf.parts import rows_in
+from raysgd.tf.registered import rows_in
 
 
 class Passes:

@@ -19,8 +19,8 @@ from raysgd.replica.step_policy import Policy
 from raysgd.tf import foreign
 from raysgd.tf.channel import Channel
 from raysgd.tf.data import batches_per_epoch
-from raysgd.tf.parts import (
-    KerasParts,
+from raysgd.tf.registered import (
+    KerasRegistered,
     as_tensor,
     assign,
     build_unbuilt,
@@ -65,7 +65,7 @@ class TrainingOperator(OperatorBase):
     model: Any
     optimizer: Any
     criterion: Any
-    _parts: KerasParts
+    _registered: KerasRegistered
     _internals: KerasInternals
     _validation_prefix = "val_"  # of metrics that the operator does not name itself
 
@@ -77,12 +77,12 @@ class TrainingOperator(OperatorBase):
         rank_info: RankInfo | None = None,
     ) -> None:
         internals = KerasInternals(
-            settings or ReplicaSettings(), rank_info, KerasParts(), prefix=self._validation_prefix
+            settings or ReplicaSettings(), rank_info, KerasRegistered(), prefix=self._validation_prefix
         )
         super().__init__(config, internals)
         internals.use(Policies([internals.part]))
         self._set_up()
-        if self._parts.registered:
+        if self._registered.is_complete:
             self._complete()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class TrainingOperator(OperatorBase):
         return tf.reduce_mean(loss)
 
     def _update_metrics(self, y: Any, output: Any, weight: Any) -> None:
-        for metric in self._parts.metrics:
+        for metric in self._registered.metrics:
             metric.update_state(y, output, sample_weight=weight)
 
     # -- helpers for custom batches -------------------------------------------------------------------
@@ -184,7 +184,7 @@ class TrainingOperator(OperatorBase):
         half of `step`, if you want to clip or count gradients. Under mixed_float16 they are still
         scaled."""
         optimizer = self._chosen(optimizer)
-        trained = self._parts.trained_by(optimizer) if model is None else list(model.trainable_variables)
+        trained = self._registered.trained_by(optimizer) if model is None else list(model.trainable_variables)
         scale = optimizer.scale_loss(tf.ones_like(loss))
         found = tape.gradient(loss, trained, output_gradients=tf.cast(self._internals.fraction, scale.dtype) * scale)
         pairs = [(g, v) for g, v in zip(found, trained, strict=True) if g is not None]
@@ -219,7 +219,7 @@ class TrainingOperator(OperatorBase):
         return self._internals.feed.step.current.fresh
 
     def _chosen(self, optimizer: Any) -> Any:
-        registered = self._parts.optimizers
+        registered = self._registered.optimizers
         if optimizer is None and len(registered) != 1:
             raise ConfigError(
                 f"{len(registered)} optimizers are registered: pass one of them, step(tape, loss, optimizer=...)"
@@ -236,30 +236,31 @@ class TrainingOperator(OperatorBase):
         optimizers  one optimizer for all models, or one for each model
         criterion   the loss: a function of the target and the output
         metrics     Keras metrics"""
-        parts = self._parts
-        parts.models, parts.optimizers = parts.as_list(models), parts.as_list(optimizers)
-        if not parts.models or not all(isinstance(model, keras.layers.Layer) for model in parts.models):
+        registered = self._registered
+        registered.models, registered.optimizers = registered.as_list(models), registered.as_list(optimizers)
+        if not registered.models or not all(isinstance(model, keras.layers.Layer) for model in registered.models):
             raise ConfigError(
                 f"models must be a model of Keras 3, or a list or tuple of them, got {models!r}. In place of Keras 2 "
                 "(tf_keras, or tf.keras where TF_USE_LEGACY_KERAS is set), `import keras`"
             )
-        if len(parts.optimizers) not in (1, len(parts.models)) or not all(
-            hasattr(optimizer, "apply_gradients") for optimizer in parts.optimizers
+        if len(registered.optimizers) not in (1, len(registered.models)) or not all(
+            hasattr(optimizer, "apply_gradients") for optimizer in registered.optimizers
         ):
             raise ConfigError(
-                f"optimizers must be one Keras optimizer, or one for each of the {len(parts.models)} models, "
+                f"optimizers must be one Keras optimizer, or one for each of the {len(registered.models)} models, "
                 f"got {optimizers!r}"
             )
-        parts.optimizers = [
-            _scaling(optimizer, model) for optimizer, model in zip(parts.optimizers, parts.models, strict=False)
+        registered.optimizers = [
+            _scaling(optimizer, model)
+            for optimizer, model in zip(registered.optimizers, registered.models, strict=False)
         ]
-        refuse_own_steps(parts.models, type(self))
+        refuse_own_steps(registered.models, type(self))
         refuse_sum(criterion, "the criterion")
-        parts.metrics, parts.criterion = parts.as_list(metrics), criterion
-        parts.registered = True
-        optional = [criterion, None if metrics is None else parts.like(metrics, parts.metrics)]
-        registered = [parts.like(models, parts.models), parts.like(optimizers, parts.optimizers)]
-        return (*registered, *(each for each in optional if each is not None))
+        registered.metrics, registered.criterion = registered.as_list(metrics), criterion
+        registered.is_complete = True
+        optional = [criterion, None if metrics is None else registered.like(metrics, registered.metrics)]
+        ready = [registered.like(models, registered.models), registered.like(optimizers, registered.optimizers)]
+        return (*ready, *(each for each in optional if each is not None))
 
     def register_data(
         self,
@@ -283,7 +284,7 @@ class TrainingOperator(OperatorBase):
                     raise ConfigError(
                         f"{called} must be a tf.data.Dataset or another iterable of batches, got {each!r}"
                     )
-            setattr(self._parts, name, data)
+            setattr(self._registered, name, data)
 
     # -- for the default methods ----------------------------------------------------------------------
 
@@ -300,23 +301,23 @@ class TrainingOperator(OperatorBase):
     def _complete(self) -> None:
         """Create all variables that do not exist yet, and give all ranks rank 0's values."""
         self._build()
-        self._internals.statistics = running_statistics(self._parts.models)
-        weights = [variable for model in self._parts.models for variable in model.weights]
+        self._internals.statistics = running_statistics(self._registered.models)
+        weights = [variable for model in self._registered.models for variable in model.weights]
         assign(weights, self._internals.channel.broadcast(weights, source=self.world_rank == 0))
 
     def _build(self) -> None:
         """Create all variables that do not exist yet, and the graph functions."""
-        parts = self._parts
-        build_unbuilt(parts)
-        for optimizer in parts.optimizers:
+        registered = self._registered
+        build_unbuilt(registered)
+        for optimizer in registered.optimizers:
             if not getattr(optimizer, "built", False):
-                optimizer.build(parts.trained_by(optimizer))
+                optimizer.build(registered.trained_by(optimizer))
         self._train_graph = graph_function(self._train_step)
         self._validate_graph = graph_function(self._validate_step)
         self._predict_graph = graph_function(self._predict_step)
 
     def _metrics(self) -> list[Any]:
-        return self._parts.metrics
+        return self._registered.metrics
 
     def _on_report(self, prefix: str, report: dict[str, Any]) -> bool:
         """Called when a call has ended on this rank; `report` is what it returns. Return whether
@@ -351,7 +352,7 @@ class KerasInternals(Internals):
     part        sets the fraction
     """
 
-    parts: KerasParts
+    registered: KerasRegistered
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -387,13 +388,13 @@ class Part(Policy):
         if fraction != self._fraction:
             self._fraction = fraction
             internals.fraction.assign(fraction)
-        self._steps = internals.parts.steps_made()
+        self._steps = internals.registered.steps_made()
         if internals.rank_info.world_size > 1:
             self._exchanges = int(internals.exchanges)
 
     def was_made(self) -> bool:
         """Whether an optimizer has stepped since the begin: Keras' have no hooks."""
-        return self._internals.parts.steps_made() > self._steps
+        return self._internals.registered.steps_made() > self._steps
 
     def before_commit(self, step: Step) -> None:
         """Refuse a step with the gradients of this rank alone."""

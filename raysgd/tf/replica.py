@@ -24,8 +24,8 @@ from raysgd.storage.seen import SeenFile
 from raysgd.tf import states
 from raysgd.tf.data import OwnSource, SharedSource, make_source
 from raysgd.tf.operator import KerasInternals, TrainingOperator
-from raysgd.tf.parts import rows_in, seed_states
 from raysgd.tf.process_group import prepare_runtime
+from raysgd.tf.registered import rows_in, seed_states
 from raysgd.tf.results import KerasResults
 
 # TensorFlow's own default for operations that have a seed, if no global seed is set. So such operations do what they do
@@ -84,7 +84,7 @@ class TFReplica(ReplicaBase):
         return None if places is None else partial(self._seed_layers, places)
 
     def _seed_layers(self, places: Places, **place: Any) -> None:
-        for number, state in enumerate(seed_states(self.internals.parts.models)):
+        for number, state in enumerate(seed_states(self.internals.registered.models)):
             drawn = derived_seed(places.number(**place), number)
             state.assign(tf.cast([drawn >> 32, drawn & 0xFFFFFFFF], state.dtype))
 
@@ -127,7 +127,7 @@ class TFReplica(ReplicaBase):
 
     def full_state(self, *, for_peers: bool = False) -> dict[str, Any]:
         """Copy the operator's state and the position."""
-        return {**states.gather(self.operator, self.internals.parts), **self.positions()}
+        return {**states.gather(self.operator, self.internals.registered), **self.positions()}
 
     def copy(self, state: dict[str, Any]) -> tuple[Copied, int]:
         arrays = [each for kind in ("models", "optimizers") for group in state[kind] for each in group]
@@ -152,10 +152,10 @@ class TFReplica(ReplicaBase):
             return states.parse(file.read())
 
     def check(self, state: dict[str, Any]) -> None:
-        states.check(self.internals.parts, state)
+        states.check(self.internals.registered, state)
 
     def adopt(self, state: dict[str, Any]) -> None:
-        states.restore(self.operator, self.internals.parts, state)
+        states.restore(self.operator, self.internals.registered, state)
         self._adopt_positions(state)
 
     def all_succeeded(self, here: bool) -> bool:

@@ -14,7 +14,7 @@ from raysgd.replica.results import Results
 from raysgd.tf.channel import Channel
 from raysgd.tf.data import OwnSource
 from raysgd.tf.operator import KerasInternals, TrainingOperator
-from raysgd.tf.parts import assign
+from raysgd.tf.registered import assign
 
 
 class KerasResults(Results):
@@ -53,8 +53,8 @@ class KerasResults(Results):
 
     def steps_made(self) -> int | None:
         """Loss scaling leaves out steps, and does not count them."""
-        scaled = any("LossScale" in type(each).__name__ for each in self._internals.parts.optimizers)
-        return None if scaled else self._internals.parts.steps_made()
+        scaled = any("LossScale" in type(each).__name__ for each in self._internals.registered.optimizers)
+        return None if scaled else self._internals.registered.steps_made()
 
 
 def metric_results(metrics: Sequence[Any], channel: Channel) -> dict[str, Any]:

@@ -11,29 +11,29 @@ import numpy as np
 from raysgd.errors import CheckpointError
 from raysgd.replica.position import check_counters
 from raysgd.tf import archive
-from raysgd.tf.parts import assign, values
+from raysgd.tf.registered import assign, values
 
 FORMAT = "raysgd-tensorflow"
 VERSION = 1
 
 
-def gather(operator: Any, parts: Any) -> dict[str, Any]:
+def gather(operator: Any, registered: Any) -> dict[str, Any]:
     """Gather models, optimizers with their slots, and the operator's own state, as copies."""
     return {
         "format": FORMAT,
         "version": VERSION,
-        "models": [values(model.weights) for model in parts.models],
-        "optimizers": [values(optimizer.variables) for optimizer in parts.optimizers],
+        "models": [values(model.weights) for model in registered.models],
+        "optimizers": [values(optimizer.variables) for optimizer in registered.optimizers],
         "operator": operator.state_dict(),
         "global_step": operator.global_step,
     }
 
 
-def check(parts: Any, state: dict[str, Any]) -> None:
+def check(registered: Any, state: dict[str, Any]) -> None:
     """Raise CheckpointError unless the state fits. Nothing is changed."""
     mine = {
-        "models": [model.weights for model in parts.models],
-        "optimizers": [optimizer.variables for optimizer in parts.optimizers],
+        "models": [model.weights for model in registered.models],
+        "optimizers": [optimizer.variables for optimizer in registered.optimizers],
     }
     for kind, groups in mine.items():
         saved = state.get(kind)
@@ -70,11 +70,11 @@ def _difference(name: str, here: list[Any], there: list[Any]) -> str:
     )
 
 
-def restore(operator: Any, parts: Any, state: dict[str, Any]) -> None:
+def restore(operator: Any, registered: Any, state: dict[str, Any]) -> None:
     """Load a checked state; the operator's own part last, as only it can check that."""
-    for model, arrays in zip(parts.models, state["models"], strict=True):
+    for model, arrays in zip(registered.models, state["models"], strict=True):
         assign(model.weights, arrays)
-    for optimizer, arrays in zip(parts.optimizers, state["optimizers"], strict=True):
+    for optimizer, arrays in zip(registered.optimizers, state["optimizers"], strict=True):
         assign(optimizer.variables, arrays)
     operator.global_step = state.get("global_step", operator.global_step)
     operator.load_state_dict(state.get("operator"))

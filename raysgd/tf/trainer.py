@@ -222,7 +222,7 @@ class TFTrainer(TrainerBase):
     @exclusive
     def get_model(self) -> Any:
         """Get the trained model, made here by the creator or `setup`; a list of several."""
-        models = internals_of(self.get_local_operator()).parts.models
+        models = internals_of(self.get_local_operator()).registered.models
         return models[0] if len(models) == 1 else list(models)
 
     @exclusive
@@ -231,7 +231,7 @@ class TFTrainer(TrainerBase):
         local: TrainingOperator | None = self._inline_operator()
         if local is None:
             local = self._factory.operator_cls(dict(self.config))
-            states.restore(local, internals_of(local).parts, self.state_dict())
+            states.restore(local, internals_of(local).registered, self.state_dict())
         return local
 
     @exclusive

@@ -39,34 +39,34 @@ class CreatorOperator(TrainingOperator):
 
     @property
     def models(self) -> list[nn.Module]:
-        return self._parts.wrapped
+        return self._registered.wrapped
 
     @property
     def model(self) -> nn.Module:
-        model: nn.Module = _first(self._parts.wrapped, "model")
+        model: nn.Module = _first(self._registered.wrapped, "model")
         return model
 
     @property
     def optimizers(self) -> list[Any]:
-        return self._parts.optimizers
+        return self._registered.optimizers
 
     @property
     def optimizer(self) -> Any:
-        return _first(self._parts.optimizers, "optimizer")
+        return _first(self._registered.optimizers, "optimizer")
 
     @property
     def schedulers(self) -> list[Any]:
-        return self._parts.schedulers
+        return self._registered.schedulers
 
     @property
     def scheduler(self) -> Any:
-        return _first(self._parts.schedulers, "scheduler")
+        return _first(self._registered.schedulers, "scheduler")
 
     @property
     def criterion(self) -> Any:
-        if self._parts.criterion is None:
+        if self._registered.criterion is None:
             raise AttributeError("there is no criterion: pass a loss_creator, or override train_batch")
-        return self._parts.criterion
+        return self._registered.criterion
 
 
 def operator_from_creators(

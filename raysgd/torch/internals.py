@@ -9,7 +9,7 @@ from raysgd.core.average_meters import AverageMeterCollection
 from raysgd.core.ranks import RankInfo
 from raysgd.replica.internals import Internals
 from raysgd.torch.meters import DeviceMeters
-from raysgd.torch.parts import Parts
+from raysgd.torch.registered import Registered
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.state.buffers import RestoreBuffers
 from raysgd.torch.step.attributes import WatchAttributes
@@ -33,28 +33,30 @@ class TorchInternals(Internals):
     """
 
     settings: TorchSettings
-    parts: Parts
+    registered: Registered
     counted: Any = None
     attributes: WatchAttributes
 
-    def __init__(self, operator: Any, settings: TorchSettings, rank_info: RankInfo | None, parts: Parts) -> None:
+    def __init__(
+        self, operator: Any, settings: TorchSettings, rank_info: RankInfo | None, registered: Registered
+    ) -> None:
         device = operator.device
         make_meter = AverageMeterCollection if device.type == "cpu" else DeviceMeters
-        super().__init__(settings, rank_info, parts, make_meter=make_meter)
+        super().__init__(settings, rank_info, registered, make_meter=make_meter)
         self.gives_batches = operator._has_own_steps or bool(operator._overrides(*GET_BATCHES))
-        self.whole = WholeGradients(parts) if settings.asynchronous else None
+        self.whole = WholeGradients(registered) if settings.asynchronous else None
         self.profiler = None if settings.profiler is None else Profiler(settings.profiler)
         self.weigh = GradientWeights.of(operator, self)
         self.skip_step = SkipStep.of(operator, self)
-        self.part_states = PartStates(type(operator), parts, device, always=settings.is_sharded)
-        self.buffers = RestoreBuffers(parts)
+        self.part_states = PartStates(type(operator), registered, device, always=settings.is_sharded)
+        self.buffers = RestoreBuffers(registered)
         self.keep_batch = KeepBatch.of(operator, self)
         by_speed = settings.elastic.shares == "speed"
         self.dealer = Dealer(settings.all_parts, self, device) if by_speed else None
 
     def join(self, rank_info: RankInfo) -> None:
         super().join(rank_info)
-        self.parts.rewrap()
+        self.registered.rewrap()
         self.weigh.joined()
         self.buffers.joined()
         self.keep_batch.joined(rank_info)
@@ -63,4 +65,4 @@ class TorchInternals(Internals):
         self.part_states.joined()
 
     def validating(self) -> AbstractContextManager[Any]:
-        return self.parts.validating(self.rank_info.world_size)
+        return self.registered.validating(self.rank_info.world_size)

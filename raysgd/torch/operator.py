@@ -25,7 +25,7 @@ from raysgd.replica.step_policy import Policy
 from raysgd.torch.accuracy import accuracy
 from raysgd.torch.data.sampling import batches_per_epoch
 from raysgd.torch.internals import TorchInternals
-from raysgd.torch.parts import Parts, move, set_modes
+from raysgd.torch.registered import Registered, move, set_modes
 from raysgd.torch.registering import Registering
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.state.hyperparameters import with_nested
@@ -90,17 +90,17 @@ class TrainingOperator(Registering):
         settings = settings or TorchSettings()
         self._device = torch.device("cuda:0" if settings.use_gpu else "cpu")
         precision = make_precision(settings.options.precision or "fp32", self._device)
-        parts = Parts(options=settings.options, exchange=settings.exchange(), precision=precision)
-        super().__init__(config, internals := TorchInternals(self, settings, rank_info, parts))
+        registered = Registered(options=settings.options, exchange=settings.exchange(), precision=precision)
+        super().__init__(config, internals := TorchInternals(self, settings, rank_info, registered))
         hook: Any = type(self).metrics  # which can be an attribute of older code, and not the hook
         self._metrics_hook = hook if callable(hook) else TrainingOperator.metrics
         self._has_metrics = self._metrics_hook is not TrainingOperator.metrics
-        internals.attributes = WatchAttributes(self, parts)  # those that follow are of user code
+        internals.attributes = WatchAttributes(self, registered)  # those that follow are of user code
         self._set_up()
-        parts.end_setup()
+        registered.end_setup()
         self._check_attributes()
         internals.use(Policies(self._make_policies()))
-        self._note_steps(parts.optimizers)  # after the hooks of the user
+        self._note_steps(registered.optimizers)  # after the hooks of the user
 
     def _make_policies(self) -> list[Policy]:
         return policies_for(self)
@@ -110,7 +110,7 @@ class TrainingOperator(Registering):
         self._refuse_taken_names()
         self._warn_of_eval_mode()
         self._warn_of_schedulers()
-        if self._parts.registered and type(self).train_epoch is TrainingOperator.train_epoch:
+        if self._registered.is_complete and type(self).train_epoch is TrainingOperator.train_epoch:
             self._own_schedulers()  # raises ConfigError for what it cannot step
 
     def _refuse_taken_names(self) -> None:
@@ -128,26 +128,26 @@ class TrainingOperator(Registering):
                     f"setup sets self.{name} to an optimizer, {type(value).__name__}: register() returns models, optimizers, criterion "
                     "and schedulers in this order, without those that it did not get"
                 )
-        registered = set(map(id, self._parts.optimizers))
-        self._parts.held = {name: own for name, own in vars(self).items() if id(own) in registered}
+        registered = set(map(id, self._registered.optimizers))
+        self._registered.held = {name: own for name, own in vars(self).items() if id(own) in registered}
 
     def _warn_of_replaced(self) -> None:
         """Warn if an optimizer that `setup` has registered is another object now."""
-        registered = set(map(id, self._parts.optimizers))
-        for name, held in self._parts.held.items():
+        registered = set(map(id, self._registered.optimizers))
+        for name, held in self._registered.held.items():
             own = vars(self).get(name)
             if own is not None and own is not held and id(own) not in registered:
                 self._internals.warn_once(REPLACED, name, name)
 
     def _warn_of_eval_mode(self) -> None:
-        stepped = {id(each) for each in self._parts.stepped_by(*self._parts.optimizers) if each.requires_grad}
-        for model in self._parts.wrapped:
+        stepped = {id(each) for each in self._registered.stepped_by(*self._registered.optimizers) if each.requires_grad}
+        for model in self._registered.wrapped:
             if not model.training and any(id(each) in stepped for each in model.parameters()):
                 self._internals.warn_once(EVAL_MODE, type(self.unwrapped(model)).__name__)
 
     def _warn_of_schedulers(self) -> None:
         """Warn if `setup` has created a scheduler that it has not registered."""
-        known = set(map(id, with_nested(self._parts.schedulers)))
+        known = set(map(id, with_nested(self._registered.schedulers)))
         for name, value in vars(self).items():
             if isinstance(value, LRScheduler) and id(value) not in known:
                 self._internals.warn_once(NOT_REGISTERED, name, type(value).__name__, name)
@@ -248,13 +248,13 @@ class TrainingOperator(Registering):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for the forward pass and the loss, in the precision of the trainer."""
-        return self._parts.precision.autocast()
+        return self._registered.precision.autocast()
 
     def unwrapped(self, model: Any = None) -> Any:
         """The module inside a registered `model`, by default the only one, for its attributes and
         for a forward that only this rank makes: with several workers, `self.model` is a
         DistributedDataParallel, whose forward and backward synchronize the ranks."""
-        bare, wrapped = self._parts.models, self._parts.wrapped
+        bare, wrapped = self._registered.models, self._registered.wrapped
         if model is None and len(bare) != 1:
             raise ConfigError(f"{len(bare)} models are registered: pass one of them, unwrapped(model)")
         for inside, outside in zip(bare, wrapped, strict=True):
@@ -272,7 +272,7 @@ class TrainingOperator(Registering):
         return self._internals.attributes.watch(function) if self._is_distributed else function(self)
 
     def _begin_epoch(self) -> Schedule | None:
-        set_modes(self._parts.modes)
+        set_modes(self._registered.modes)
         return super()._begin_epoch()
 
     def _epoch_info(self, num_steps: int | None) -> Mapping[str, Any]:
@@ -320,7 +320,7 @@ class TrainingOperator(Registering):
 
     @property
     def _needs_criterion(self) -> list[str]:
-        return [] if self._parts.criterion is None else ["criterion"]
+        return [] if self._registered.criterion is None else ["criterion"]
 
     def _forward(self, batch: Any) -> tuple[Any, Any, Any, Counted | None]:
         """Compute the model's output for a batch, the target, the loss (of the criterion, or the
@@ -357,7 +357,7 @@ class TrainingOperator(Registering):
         return {f"{prefix}{name}": value for name, value in found.items()}
 
     def _check_batch(self, batch: Any) -> None:
-        loader = self._parts.train_loader
+        loader = self._registered.train_loader
         # Whether the training loader returns each item of its data set as a batch.
         items = isinstance(loader, DataLoader) and loader.batch_size is None and loader.batch_sampler is None
         if isinstance(batch, (tuple, list)) and len(batch) >= 2:
@@ -410,21 +410,21 @@ class TrainingOperator(Registering):
 
     @property
     def use_fp16_native(self) -> bool:
-        return self._parts.precision.key == "amp_native"
+        return self._registered.precision.key == "amp_native"
 
     @property
     def use_fp16_apex(self) -> bool:
-        return self._parts.precision.key == "amp_apex"
+        return self._registered.precision.key == "amp_apex"
 
     @property
     def _amp(self) -> Any:
         """Apex's amp, or the native precision: RaySGD's operators call its autocast()."""
-        native = self._parts.precision if self._parts.precision.key == "amp_native" else None
-        return getattr(self._parts.precision, "amp", native)
+        native = self._registered.precision if self._registered.precision.key == "amp_native" else None
+        return getattr(self._registered.precision, "amp", native)
 
     @property
     def _amp_scaler(self) -> Any:
-        return getattr(self._parts.precision, "scaler", None)
+        return getattr(self._registered.precision, "scaler", None)
 
     # -- other ways to describe a model ---------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from raysgd.ray_data.columns import RayData
 from raysgd.replica.operator_base import each_loader
 from raysgd.torch.group import wrapping
 from raysgd.torch.group.fsdp import Shards, shard_layers
-from raysgd.torch.parts import Parts, check_parts, refuse_wrapped, strays
+from raysgd.torch.registered import Registered, check_parts, refuse_wrapped, strays
 from raysgd.torch.step.batch_mode import STATIC_GRAPH
 from raysgd.torch.step.schedules import Scheduling
 
@@ -74,17 +74,17 @@ class Registering(Scheduling):
         ddp_args    arguments of DistributedDataParallel
         apex_args   arguments of `apex.amp.initialize`, for the precision "apex"
         """
-        parts = self._parts
-        bare = parts.as_list(models)
+        registered = self._registered
+        bare = registered.as_list(models)
         if not bare or not all(isinstance(model, nn.Module) for model in bare):
             raise ConfigError(f"models must be a torch.nn.Module or a list or tuple of them, got {models!r}")
         if optimizers is None:
             raise ConfigError("optimizers must not be None: pass [] if this operator only validates or predicts")
         self._check_arguments(criterion, ddp_args, apex_args)
-        if parts.options.parallel is not None:
+        if registered.options.parallel is not None:
             refuse_wrapped(bare)
-        check_parts(bare, parts.as_list(optimizers), criterion, parts.as_list(schedulers))
-        self._warn_of_parts(bare, parts.as_list(optimizers))
+        check_parts(bare, registered.as_list(optimizers), criterion, registered.as_list(schedulers))
+        self._warn_of_parts(bare, registered.as_list(optimizers))
         if schedulers is not None and self.scheduler_step_freq is None:
             raise ConfigError(
                 "register got schedulers, but the trainer does not say when they step: pass it "
@@ -100,28 +100,28 @@ class Registering(Scheduling):
         bare = [model.to(self.device) for model in bare]
         if isinstance(criterion, nn.Module):
             criterion = criterion.to(self.device)
-        bare = wrapping.formatted(bare, parts.options, distributed=self._is_distributed)
-        stepped, apex_args = parts.as_list(optimizers), dict(apex_args or {})
-        parts.models, parts.optimizers = parts.precision.prepare(bare, stepped, apex_args)
-        parts.criterion, parts.schedulers = criterion, parts.as_list(schedulers)
-        wrapping.compile_models(parts.models, parts.options)
+        bare = wrapping.formatted(bare, registered.options, distributed=self._is_distributed)
+        stepped, apex_args = registered.as_list(optimizers), dict(apex_args or {})
+        registered.models, registered.optimizers = registered.precision.prepare(bare, stepped, apex_args)
+        registered.criterion, registered.schedulers = criterion, registered.as_list(schedulers)
+        wrapping.compile_models(registered.models, registered.options)
         self._wrap(dict(ddp_args or {}))
-        wrapping.update_together(parts.optimizers)
-        self._watch(parts)
-        parts.registered = True
-        optional = [criterion, None if schedulers is None else parts.like(schedulers, parts.schedulers)]
-        ready = [parts.like(models, parts.wrapped), parts.like(optimizers, parts.optimizers)]
+        wrapping.update_together(registered.optimizers)
+        self._watch(registered)
+        registered.is_complete = True
+        optional = [criterion, None if schedulers is None else registered.like(schedulers, registered.schedulers)]
+        ready = [registered.like(models, registered.wrapped), registered.like(optimizers, registered.optimizers)]
         return (*ready, *(each for each in optional if each is not None))
 
-    def _watch(self, parts: Parts) -> None:
+    def _watch(self, registered: Registered) -> None:
         """Register what acts at the steps of optimizers, in its order."""
         if self._internals.whole is not None:
-            self._internals.whole.require_hooks(parts.optimizers)
+            self._internals.whole.require_hooks(registered.optimizers)
         if self._settings.adds_parts or not self._has_own_steps:
-            self._watch_steps(parts.optimizers)  # before others, which change gradients
+            self._watch_steps(registered.optimizers)  # before others, which change gradients
 
     def _warn_of_parts(self, *parts: Any) -> None:
-        if self._parts.registered:
+        if self._registered.is_complete:
             self._internals.warn_once(REGISTERED_AGAIN)
         for each in strays(*parts):
             self._internals.warn_once(STRAYS, *each)
@@ -135,10 +135,10 @@ class Registering(Scheduling):
         for name, given in {"ddp_args": ddp_args, "apex_args": apex_args}.items():
             if given is not None and not isinstance(given, Mapping):
                 raise ConfigError(f"{name} must be a dict of keyword arguments, got {given!r}")
-        self._parts.options.check_ddp(ddp_args or {})
+        self._registered.options.check_ddp(ddp_args or {})
         if (ddp_args or {}).get("static_graph"):
             self._internals.keep_batch.why = STATIC_GRAPH
-        if ddp_args and self._parts.options.parallel == "fsdp":
+        if ddp_args and self._registered.options.parallel == "fsdp":
             raise ConfigError(
                 "register(ddp_args=...) is for DistributedDataParallel, but parallel is 'fsdp': leave one out"
             )
@@ -166,7 +166,7 @@ class Registering(Scheduling):
                     f"{name} must be a DataLoader or another iterable of batches, or a Ray Dataset, got {loader!r}"
                 )
         for name, loader in given.items():
-            setattr(self._parts, name, loader)
+            setattr(self._registered, name, loader)
 
     @suggesting
     def register_metrics(self, *, train: Any = None, validation: Any = None, test: Any = None) -> Any:
@@ -175,28 +175,30 @@ class Registering(Scheduling):
         workers, reported by name, and reset for each call. Return them on the device. A test that
         has no `test_batch` and no metric of its own uses those of the validation."""
         metrics = {"train": train, "validation": validation, "test": test}
-        self._parts.metrics = {name: metric.to(self.device) for name, metric in metrics.items() if metric is not None}
-        given = list(self._parts.metrics.values())
+        self._registered.metrics = {
+            name: metric.to(self.device) for name, metric in metrics.items() if metric is not None
+        }
+        given = list(self._registered.metrics.values())
         return given[0] if len(given) == 1 else tuple(given)
 
     def _wrap(self, ddp_args: dict[str, Any]) -> None:
-        parts, options = self._parts, self._parts.options
-        parts.wrapped = list(parts.models)
+        registered, options = self._registered, self._registered.options
+        registered.wrapped = list(registered.models)
         if not self._is_distributed:
             return
         if options.parallel == "fsdp":
-            parts.shards = Shards(parts.models, parts.optimizers, self._configure_fsdp, self.device)
+            registered.shards = Shards(registered.models, registered.optimizers, self._configure_fsdp, self.device)
         elif self._settings.wrap_ddp:
-            parts.ddp_args = wrapping.ddp_arguments(options, ddp_args, self.device_ids)
-            parts.keep_parameters()
-            parts.wrapped = self._configure_ddp(parts.models, self.device_ids, ddp_args)
-            wrapping.adapt(parts.wrapped, parts.ddp_args, options)
+            registered.ddp_args = wrapping.ddp_arguments(options, ddp_args, self.device_ids)
+            registered.keep_parameters()
+            registered.wrapped = self._configure_ddp(registered.models, self.device_ids, ddp_args)
+            wrapping.adapt(registered.wrapped, registered.ddp_args, options)
             if self.device.type != "cpu" and options.accumulate == 1:
-                self._internals.pace.newest = parts.newest_wait_s
-        parts.exchange.prepare(parts.models, parts.optimizers)
+                self._internals.pace.newest = registered.newest_wait_s
+        registered.exchange.prepare(registered.models, registered.optimizers)
         if not self._internals.rank_info.solo:
-            parts.exchange.equalize()
-            parts.exchange.joined()
+            registered.exchange.equalize()
+            registered.exchange.joined()
 
     def _configure_fsdp(self, model: nn.Module, mesh: Any) -> None:
         """Shard one model in place over the mesh, with `torch.distributed.fsdp.fully_shard`.
@@ -208,7 +210,7 @@ class Registering(Scheduling):
     ) -> list[nn.Module]:
         """Wrap models in DDP, those with gradients. Override it to wrap them in another way."""
         return [
-            DistributedDataParallel(model, **self._parts.ddp_args)
+            DistributedDataParallel(model, **self._registered.ddp_args)
             if any(parameter.requires_grad for parameter in model.parameters())
             else model
             for model in models

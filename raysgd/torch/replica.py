@@ -83,10 +83,10 @@ class TorchReplica(ReplicaBase):
             reuse=not internals.gives_batches,
         )
         self._memory = HostMemory(operator.device)
-        internals.parts.control = control
+        internals.registered.control = control
         self.saved_rows: dict[str, list[Any]] = {}  # the part `rows` of the newest state that was loaded
         # Of this script, and of the one whose state this is.
-        self._made_with = self._loaded_settings = made_with(internals.parts)
+        self._made_with = self._loaded_settings = made_with(internals.registered)
         self._same_rows = rank_info.world_size == 1  # as the other ranks of this generation
         self._mapped: Collection[str] = ()  # the parts of the state that was read last, which are still in the file
         self._continues_script = False  # its state is that of another script, whose workers it has taken over
@@ -128,12 +128,12 @@ class TorchReplica(ReplicaBase):
     @property
     def in_shards(self) -> bool:
         """Whether the state is divided among the ranks."""
-        return self.internals.parts.shards is not None
+        return self.internals.registered.shards is not None
 
     def full_state(self, *, for_peers: bool = False, raw: bool = False) -> dict[str, Any]:
         """The operator's state and the position, which share memory with the live tensors. Shards
         are gathered on rank 0; with `raw`, they stay shards."""
-        state = states.gather(self.operator, self.internals.parts)
+        state = states.gather(self.operator, self.internals.registered)
         if self.in_shards and not raw:
             state |= {name: gathered(state[name], keep=self.rank == 0) for name in DIVIDED if name in state}
             self.control.ensure_whole()
@@ -144,7 +144,7 @@ class TorchReplica(ReplicaBase):
         interrupted validation. A checkpoint does not contain that, because calls of an earlier
         trainer are never repeated."""
         names = {"train": "loader", "validation": "validation_loader"} if for_peers else {"train": "loader"}
-        loader = self.internals.parts.train_loader
+        loader = self.internals.registered.train_loader
         if "train" not in self.sources and is_planned(loader) and random_sources(loader):
             self.sources["train"] = self._open_source(loader, "train")  # its generators belong to the state
         open_now = {name: self.sources[phase] for phase, name in names.items() if phase in self.sources}
@@ -163,7 +163,7 @@ class TorchReplica(ReplicaBase):
 
     @property
     def _parameters(self) -> list[torch.nn.Parameter]:
-        return [each for model in self.internals.parts.models for each in model.parameters()]
+        return [each for model in self.internals.registered.models for each in model.parameters()]
 
     def unsaved(self) -> list[bool]:
         return [each.requires_grad for each in self._parameters]
@@ -216,7 +216,7 @@ class TorchReplica(ReplicaBase):
     def share_state(self, giver: int, *, takes: bool, is_new: bool) -> None:
         models = None
         if takes and is_new:  # then the models need no memory twice
-            self.undefined, models = True, [model.state_dict() for model in self.internals.parts.models]
+            self.undefined, models = True, [model.state_dict() for model in self.internals.registered.models]
         device = torch.device("cpu") if dist.get_backend() == "gloo" else self.operator.device
         state = self.state_for_peers() if dist.get_rank() == giver else None
         taken = sharing.share_state(state, giver, takes=takes, models=models, device=device, control=self.control)
@@ -241,34 +241,34 @@ class TorchReplica(ReplicaBase):
         self.internals.part_states.taken(self.position.step)
         self.load_unsaved(state.get("trained"))
         if (position := state.get("validation_loader")) is not None:
-            self.sources["validation"] = self._open_source(self.internals.parts.validation_loader, "validation")
+            self.sources["validation"] = self._open_source(self.internals.registered.validation_loader, "validation")
             self.sources["validation"].load(position)
         self._loaded_from, self.undefined = state["world_size"], state.get("undefined", False)
 
     def _adopt(self, state: dict[str, Any]) -> None:
-        states.restore(self.operator, self.internals.parts, state)
+        states.restore(self.operator, self.internals.registered, state)
         self.saved_rows = dict(state.get("rows") or {})
         self._loaded_settings = dict(state.get("settings") or {})
         self._adopt_positions(state)
         self.internals.part_states.load(state)
-        loader, position = self.internals.parts.train_loader, state.get("loader")
+        loader, position = self.internals.registered.train_loader, state.get("loader")
         if loader is not None and position is not None:
             if "train" not in self.sources or self.sources["train"].loader is not loader:
                 self.sources["train"] = self._open_source(loader, "train")
             self.sources["train"].load(position)
 
     def read(self, source: Any, *, trusted: bool) -> dict[str, Any]:
-        self._mapped = states.parts_to_map(self.internals.parts) if isinstance(source, SeenFile) else ()
+        self._mapped = states.parts_to_map(self.internals.registered) if isinstance(source, SeenFile) else ()
         if isinstance(source, SeenFile):
             return states.read(source, trusted=trusted, mapped=self._mapped)
         return states.parse(source.data, trusted=trusted)
 
     def check(self, state: dict[str, Any]) -> None:
-        check_fits(self.internals.parts, state)
+        check_fits(self.internals.registered, state)
 
     def adopt(self, state: dict[str, Any]) -> None:
         if "optimizers" in self._mapped:
-            optimizers = map(states.unmapped, state["optimizers"], self.internals.parts.optimizers)
+            optimizers = map(states.unmapped, state["optimizers"], self.internals.registered.optimizers)
             state = {**state, "optimizers": [*optimizers]}
         if (source := self.sources.pop("train", None)) is not None:
             source.close()
@@ -280,7 +280,7 @@ class TorchReplica(ReplicaBase):
         if goes_on and source.units not in (None, len(source.order)):
             logger.warning(OTHER_LENGTH, len(source.order), source.units)
         keep, parts = self.internals.keep_batch, self.internals.settings.all_parts
-        size = getattr(self.internals.parts.train_loader, "batch_size", None) or state.get("batch_size")
+        size = getattr(self.internals.registered.train_loader, "batch_size", None) or state.get("batch_size")
         saved, here = (state.get("parts", parts), state.get("batch_size") or size), (parts, size)
         if saved != here and self.rank == 0 and (keep.mode != PER_WORKER or saved[0] == parts):
             logger.warning(OTHER_PARTS, *saved, *here, saved[0])

@@ -34,7 +34,7 @@ from raysgd.torch.state.rank_comparison import elements_of, sums_of
 
 
 def update_scheduler(replica: TorchReplica, metric: Any) -> None:
-    schedulers = replica.internals.parts.schedulers
+    schedulers = replica.internals.registered.schedulers
     if not schedulers:
         raise TypeError("update_scheduler needs a scheduler: register one with self.register(schedulers=...)")
     for scheduler in schedulers:
@@ -43,23 +43,23 @@ def update_scheduler(replica: TorchReplica, metric: Any) -> None:
 
 def weight_sums(replica: TorchReplica) -> str:
     """What this rank reports of its weights, for a comparison with the other ranks."""
-    return sums_of(replica.operator, replica.internals.parts)
+    return sums_of(replica.operator, replica.internals.registered)
 
 
 def get_model(replica: TorchReplica) -> Blobs | None:
     """The unwrapped models, on rank 0, which are sent as they are: nothing changes them before this
     call has ended."""
-    first, parts = replica.rank == 0, replica.internals.parts
-    if parts.shards is not None:
-        saved = gathered([model.state_dict() for model in parts.models], keep=first)
+    first, registered = replica.rank == 0, replica.internals.registered
+    if registered.shards is not None:
+        saved = gathered([model.state_dict() for model in registered.models], keep=first)
         replica.control.ensure_whole()
-        return packed_models(parts.shards.full_models(saved), replica.control.dumps) if first else None
-    return packed_models(parts.models, replica.control.dumps) if first else None
+        return packed_models(registered.shards.full_models(saved), replica.control.dumps) if first else None
+    return packed_models(registered.models, replica.control.dumps) if first else None
 
 
 def not_finite(replica: TorchReplica) -> str:
     """The name of a parameter with elements that are infinite or NaN, if there is one."""
-    named = [pair for model in replica.internals.parts.models for pair in model.named_parameters()]
+    named = [pair for model in replica.internals.registered.models for pair in model.named_parameters()]
     own = {name: elements_of(each.detach()) for name, each in named if not is_lazy(each) and each.is_floating_point()}
     # Sums are ten times faster than a copy, and in float32 those of usable weights are finite.
     sums = [each.sum(dtype=torch.promote_types(each.dtype, torch.float32)).double() for each in own.values()]
@@ -72,7 +72,7 @@ def predict(replica: TorchReplica, data: Any, batch_size: int, number: int) -> A
     the prediction. Training's random numbers stay as they are."""
     loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=batch_size)
     places, operator, control = replica.places("predict"), replica.operator, replica.control
-    on, in_full = operator.device, replica.internals.parts.precision.output
+    on, in_full = operator.device, replica.internals.registered.precision.output
     source = PlannedSource(loader, pad=False, division=replica.internals.settings.evaluation, places=places, device=on)
     outputs: list[tuple[int, Any]] = []
     with torch.random.fork_rng(devices=[]), torch.no_grad(), replica.internals.validating():
@@ -134,17 +134,17 @@ def save_shards(replica: TorchReplica, folder: Place, transfers: list[str], late
 
 def restore_shards(replica: TorchReplica, folder: Place, files: shard_files.Files, loads: int | None) -> Any:
     """Load a sharded checkpoint, of which each rank verifies some files."""
-    parts, ranks = replica.internals.parts, replica.operator.world_size
+    registered, ranks = replica.internals.registered, replica.operator.world_size
     with closing(shard_files.ShardFolder(folder, files)) as source:
         _, refusal = agreed(replica, lambda: source.verify(replica.rank, ranks))  # before anything is unpickled
         if refusal is None:
             outline = partial(shard_files.read_outline, source.folder)
-            _, refusal = agreed(replica, lambda: check_fits(parts, states.shaped(outline())))
+            _, refusal = agreed(replica, lambda: check_fits(registered, states.shaped(outline())))
         if refusal is not None:
             return refusal
         try:
             state = shard_files.read(
-                source, parts
+                source, registered
             )  # with the other ranks, so an error of this one alone must free them
         except shard_files.UnreadableTensorsError as error:
             return refusal_of(error)

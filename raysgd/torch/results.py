@@ -54,15 +54,15 @@ class TorchResults(Results):
         super().begin(phase, profile=profile, new_call=new_call)
         internals = self._internals
         if new_call:  # registered metrics continue after a change of the group
-            internals.parts.begin_measuring(self._metric_of(phase))
-        internals.parts.precision.forget_skipped()
+            internals.registered.begin_measuring(self._metric_of(phase))
+        internals.registered.precision.forget_skipped()
         internals.skip_step.skipped = 0
         self._phase = phase
         if new_call:
-            internals.parts.refuse_changed(replaceable=internals.settings.threads is not None)
-            internals.parts.exchange.begin_call()
+            internals.registered.refuse_changed(replaceable=internals.settings.threads is not None)
+            internals.registered.exchange.begin_call()
             self._operator._warn_of_replaced()
-            own, first = internals.parts.options.on_nonfinite, internals.rank_info.world_rank == 0
+            own, first = internals.registered.options.on_nonfinite, internals.rank_info.world_rank == 0
             self._warns_of_loss = phase == "train" and own is None and first
         self._partial_at, self._partial = time.monotonic() + PARTIAL_S, None
 
@@ -88,14 +88,14 @@ class TorchResults(Results):
         return replace(self._partial or Measured(), rows=rows)
 
     def of_call(self, result: Any, profile: bool, phase: Phase, reduced: bool) -> Measured:
-        found, in_full = super().of_call(result, profile, phase, reduced), self._internals.parts.precision.output
+        found, in_full = super().of_call(result, profile, phase, reduced), self._internals.registered.precision.output
         if phase == "train":
             return found
         return replace(found, metrics=mapped(in_full, found.metrics), returned=mapped(in_full, found.returned))
 
     def _counts(self) -> dict[str, Any]:
         internals = self._internals
-        skipped = internals.parts.precision.skipped() + internals.skip_step.skipped
+        skipped = internals.registered.precision.skipped() + internals.skip_step.skipped
         return {SKIPPED: skipped} if skipped else {}
 
     def batch_mode(self) -> str:
@@ -103,13 +103,13 @@ class TorchResults(Results):
 
     def add_metrics(self, report: dict[str, Any], phase: Phase) -> dict[str, Any]:
         internals = self._internals
-        report.update(internals.parts.measured(self._metric_of(phase)))
+        report.update(internals.registered.measured(self._metric_of(phase)))
         return {} if internals.profiler is None else {"traces": internals.profiler.taken()}
 
     def steps_made(self) -> Any:
         """An optimizer that is not torch's cannot be watched, weights may be changed without one,
         and all may be frozen."""
-        optimizers = self._internals.parts.optimizers
+        optimizers = self._internals.registered.optimizers
         if not all(hasattr(each, "register_step_post_hook") for each in optimizers):
             return None
         parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
@@ -119,5 +119,5 @@ class TorchResults(Results):
     def _metric_of(self, phase: Phase) -> Phase:
         """The phase of the registered metric that the methods of this phase update."""
         default = type(self._operator).test_batch is TrainingOperator.test_batch
-        own = phase != "test" or "test" in self._internals.parts.metrics
+        own = phase != "test" or "test" in self._internals.registered.metrics
         return "validation" if default and not own else phase

@@ -287,7 +287,7 @@ class TorchTrainer(TrainerBase):
                 options=TrainingOptions(accumulate=own.options.accumulate),
             )
             operator = self._factory.operator_cls(dict(self._factory.config), settings=settings)
-            states.restore(operator, internals_of(operator).parts, self.state_dict())
+            states.restore(operator, internals_of(operator).registered, self.state_dict())
             self._lent, self._newest = WeakKeyDictionary({**self._lent, operator: _summary(operator)}), operator
         return operator
 
@@ -366,7 +366,7 @@ def _summary(copy: Any) -> list[Any]:
     settings of an operator's optimizers."""
     if not isinstance(copy, TrainingOperator):
         return [content_version(each) for each in copy.parameters()]
-    parts = internals_of(copy).parts
-    groups = [group for optimizer in parts.optimizers for group in optimizer.param_groups]
+    registered = internals_of(copy).registered
+    groups = [group for optimizer in registered.optimizers for group in optimizer.param_groups]
     settings = [plain(value) for group in groups for name, value in group.items() if name != "params"]
-    return [*settings, *(version for model in parts.models for version in _summary(model))]
+    return [*settings, *(version for model in registered.models for version in _summary(model))]

@@ -26,7 +26,7 @@ from raysgd.torch.data.prefetch import make_carrier
 from raysgd.torch.data.sampling import batches_per_epoch, is_planned
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import loader_with
-from raysgd.torch.parts import move
+from raysgd.torch.registered import move
 from raysgd.train.session_functions import Session
 
 END = object()  # after the batches of a pass

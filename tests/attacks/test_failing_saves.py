@@ -38,7 +38,7 @@ class Wide(Line):
 
     def train_epoch(self, iterator: Any, info: Any) -> dict[str, Any]:
         with torch.no_grad():
-            for parameter in self._parts.models[0].parameters():
+            for parameter in self._registered.models[0].parameters():
                 parameter.add_(1.0)
         return {}
 

@@ -27,7 +27,7 @@ from raysgd.torch import replica
 from raysgd.torch.data import prefetch
 from raysgd.torch.data.prefetch import CudaCarrier, make_carrier
 from raysgd.torch.group import nccl
-from raysgd.torch.parts import Parts
+from raysgd.torch.registered import Registered
 from raysgd.torch.state import host_memory, packing
 from raysgd.torch.state.buffers import RestoreBuffers
 from raysgd.torch.state.host_memory import HostMemory
@@ -130,7 +130,7 @@ def by_hand(
     scaler = torch.amp.GradScaler("late", enabled=precision == "fp16")
     lower = torch.bfloat16 if precision == "bf16" else torch.float16
     seen = []
-    for number, (x, y) in enumerate(operator._parts.train_loader):
+    for number, (x, y) in enumerate(operator._registered.train_loader):
         seen.append(stream.launched)
         if number % accumulate == 0:
             operator.optimizer.zero_grad()
@@ -319,7 +319,7 @@ def moved() -> dict[str, Any]:
 def kept_buffers() -> dict[str, Any]:
     """Keep and restore the buffers of ten BatchNorm layers."""
     model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(10))).to(DEVICE)
-    buffers, step = RestoreBuffers(Parts(models=[model], wrapped=[model])), Step()
+    buffers, step = RestoreBuffers(Registered(models=[model], wrapped=[model])), Step()
     for _ in range(3):
         first = stream.launched
         buffers.kept(step)

@@ -131,7 +131,7 @@ def counts(operator: Any) -> tuple[list[Any], list[Any]]:
     by_hand = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        for part, (x, y) in zip(range(own), operator._parts.train_loader, strict=False):
+        for part, (x, y) in zip(range(own), operator._registered.train_loader, strict=False):
             by_hand.append((operator.stream.launched,))
             with wrapped.no_sync() if part < own - 1 and wrapped is not net else nullcontext():
                 loss = criterion(wrapped(x.to(device, non_blocking=True)), y.to(device, non_blocking=True))

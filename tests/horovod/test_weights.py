@@ -40,7 +40,7 @@ class Loops(TrainingOperator):
     def reset(self, loop: str) -> None:
         torch.manual_seed(7)
         self.loop = loop
-        for model in self._parts.models:
+        for model in self._registered.models:
             for part in model.modules():
                 if isinstance(part, nn.Linear):
                     part.reset_parameters()

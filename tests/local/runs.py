@@ -58,7 +58,7 @@ def train(
 def weights_of(trainer: TorchTrainer) -> torch.Tensor:
     """Return the weights, which must be the same on all ranks."""
     every = trainer.apply_all_operators(
-        lambda operator: nn.utils.parameters_to_vector(operator._parts.models[0].parameters()).detach()
+        lambda operator: nn.utils.parameters_to_vector(operator._registered.models[0].parameters()).detach()
     )
     assert all(torch.equal(every[0], each) for each in every)
     return every[0]

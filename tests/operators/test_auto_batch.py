@@ -67,13 +67,13 @@ def trained(name: str, *faults: Fault, workers: int) -> tuple[dict[str, Any], di
 
 
 def left(operator: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
-    parts = operator._parts
+    registered = operator._registered
     weights = {
         f"{number}.{name}": value
-        for number, model in enumerate(parts.models)
+        for number, model in enumerate(registered.models)
         for name, value in model.state_dict().items()
     }
-    return weights, [float(group["lr"]) for each in parts.optimizers for group in each.param_groups]
+    return weights, [float(group["lr"]) for each in registered.optimizers for group in each.param_groups]
 
 
 @pytest.mark.parametrize(("name", "workers"), [(name, 2 + number % 2) for number, name in enumerate(OPERATORS)])

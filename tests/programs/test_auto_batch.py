@@ -73,7 +73,7 @@ def trained(name: str, *, kills: int) -> tuple[Any, list[dict[str, Any]], str | 
 
 def left(operator: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Return the weights and buffers, and the learning rates."""
-    (model,), (optimizer,) = operator._parts.models, operator._parts.optimizers
+    (model,), (optimizer,) = operator._registered.models, operator._registered.optimizers
     return dict(model.state_dict()), [float(group["lr"]) for group in optimizer.param_groups]
 
 
@@ -99,7 +99,7 @@ class Ledger:
         super().setup(config)  # type: ignore[misc]
         self.seen: list[bytes] = []
         self.rows: list[bytes] = []
-        for optimizer in self._parts.optimizers:  # type: ignore[attr-defined]
+        for optimizer in self._registered.optimizers:  # type: ignore[attr-defined]
             optimizer.register_step_post_hook(self.note)
 
     def note(self, *_: Any) -> None:

@@ -15,7 +15,7 @@ class Own(Small):
         super().setup(config)
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-        self.register_data(train_dataset=self._parts.train_dataset.with_options(options))
+        self.register_data(train_dataset=self._registered.train_dataset.with_options(options))
 
 
 @pytest.mark.parametrize(("operator", "mode", "lines"), [(Small, "global", 0), (Own, "per_worker", 1)])

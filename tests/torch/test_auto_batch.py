@@ -50,7 +50,7 @@ class Outcome:
             self.mode, self.weights = trainer.batch_mode, weights_of(trainer)
             self.reasons = [each.reason for each in trainer.recoveries]
             self.operator: Any = trainer.get_local_operator()
-            buffers = trainer.apply_all_operators(lambda operator: list(operator._parts.models[0].buffers()))
+            buffers = trainer.apply_all_operators(lambda operator: list(operator._registered.models[0].buffers()))
             self.buffers = buffers[0]
             for each in buffers[1:]:
                 assert all(map(torch.equal, self.buffers, each)), "all ranks have the same ones"
@@ -628,7 +628,7 @@ class Validated(Curve):
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
         data = [(row, row) for row in range(23)]
-        self.register_data(train_loader=self._parts.train_loader, validation_loader=DataLoader(data, batch_size=2))  # type: ignore[arg-type]
+        self.register_data(train_loader=self._registered.train_loader, validation_loader=DataLoader(data, batch_size=2))  # type: ignore[arg-type]
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         Cluster.running.notes.append((batch_info["batch_idx"], batch[0].tolist()))

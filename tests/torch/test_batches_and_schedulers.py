@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from raysgd import TrainingOptions
-from raysgd.torch.parts import move
+from raysgd.torch.registered import move
 from tests.torch.small import Line, inline, operator_of
 
 

@@ -142,8 +142,8 @@ def test_without_ddps_sending_each_rank_has_its_own_buffers() -> None:
     class Own(Norms):
         def setup(self, config: dict[str, Any]) -> None:
             super().setup(config)
-            self._parts.keep_parameters()
-            self._parts.ddp_args = {"broadcast_buffers": False}
+            self._registered.keep_parameters()
+            self._registered.ddp_args = {"broadcast_buffers": False}
 
     assert differing(Own) == 3, "the running mean and variance, and the own number"
 

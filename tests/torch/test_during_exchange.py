@@ -11,7 +11,7 @@ from raysgd.core.timers import Timers
 from raysgd.replica.pace import Pace
 from raysgd.replica.step import Drawn, Step
 from raysgd.torch.foreign import run_after_backward
-from raysgd.torch.parts import Parts
+from raysgd.torch.registered import Registered
 from raysgd.torch.step import options as step_options
 from raysgd.torch.step.options import DuringExchange
 
@@ -20,7 +20,7 @@ class Ground:
     """A policy whose clock passes as long as its steps take. DDP's exchange is a callback that a gradient queues."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, reads_s: float | None = None) -> None:
-        self.now, self.parts, self.pace = 100.0, Parts(), Pace()
+        self.now, self.parts, self.pace = 100.0, Registered(), Pace()
         monkeypatch.setattr(step_options, "perf_counter", lambda: self.now)
         self.policy = DuringExchange(self.parts, Timers(), self.pace, reads=reads_s is not None)
         self.feed: Any = SimpleNamespace(

@@ -42,7 +42,7 @@ class Distilled(Line):
         return {"train_loss": loss.detach()}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        return {"in_train_mode": any(each.training for model in self._parts.wrapped for each in model.modules())}
+        return {"in_train_mode": any(each.training for model in self._registered.wrapped for each in model.modules())}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         return torch.full((len(batch[0]), 1), float(self.student.training or self.teacher.training))

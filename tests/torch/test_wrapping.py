@@ -124,10 +124,10 @@ def test_ddp_arguments_of_register_override_those_of_the_trainer() -> None:
 
 def test_a_parameter_that_ddp_does_not_know_is_refused_at_the_next_call() -> None:
     with inline() as trainer:
-        parts = operator_of(trainer)._parts
-        (model,), parts.ddp_args = parts.models, {"bucket_cap_mb": 5}  # as with several workers
+        registered = operator_of(trainer)._registered
+        (model,), registered.ddp_args = registered.models, {"bucket_cap_mb": 5}  # as with several workers
         model.bias.requires_grad_(False)
-        parts.keep_parameters()
+        registered.keep_parameters()
         trainer.train()
         model.bias.requires_grad_(True)
         with pytest.raises(ConfigError, match=r"the parameter bias of Linear .*batch_info\['epoch_idx'\] >= 2"):

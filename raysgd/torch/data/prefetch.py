@@ -10,7 +10,7 @@ import torch
 
 from raysgd.replica.feed import Carrier
 from raysgd.torch.foreign import storage_uses
-from raysgd.torch.parts import move
+from raysgd.torch.registered import move
 from raysgd.torch.state.packing import has_bytes
 
 HELD = 2  # so many batches may be held by the running step and by a loop's variables

@@ -22,7 +22,7 @@ class RegisteredRows:
     def loaders(self, phase: Phase) -> dict[str, Any]:
         """The registered data, or each of several loaders, by what errors call it."""
         name = self._data_names[phase]
-        return dict(each_loader(name, getattr(self._internals.parts, name)))
+        return dict(each_loader(name, getattr(self._internals.registered, name)))
 
     def known(self, *phases: Phase) -> dict[str, LoaderRows]:
         """What is known of the rows of the registered data, by its name, if raysgd divides it by

@@ -66,8 +66,8 @@ class LightningOperator(TrainingOperator):
         ddp_args = {**self.ddp_args, **self._settings.options.ddp_args}
         self.register(models=module, optimizers=optimizers, ddp_args=ddp_args)
         # Not through `register`, because the module says when its schedulers step, and not scheduler_step_freq.
-        self._parts.schedulers = [schedule.scheduler for schedule in self._schedules]
-        if self._parts.train_loader is None:
+        self._registered.schedulers = [schedule.scheduler for schedule in self._schedules]
+        if self._registered.train_loader is None:
             self._register_loaders()
         self._logged = LoggedValues()
         self._indexed = modules.takes_index(module.training_step), modules.takes_index(module.validation_step)
@@ -79,7 +79,7 @@ class LightningOperator(TrainingOperator):
         )
 
     def _train_data(self, name: str) -> Any:
-        if self._parts.train_loader is None:  # configure_optimizers asks for the number of steps
+        if self._registered.train_loader is None:  # configure_optimizers asks for the number of steps
             self._register_loaders()
         return super()._train_data(name)
 
@@ -111,15 +111,15 @@ class LightningOperator(TrainingOperator):
     @property
     def model(self) -> Any:
         """The module as it is trained: with several workers, wrapped in DDP."""
-        return self._parts.wrapped[0]
+        return self._registered.wrapped[0]
 
     @property
     def optimizers(self) -> list[Any]:
-        return self._parts.optimizers
+        return self._registered.optimizers
 
     @property
     def schedulers(self) -> list[Any]:
-        return self._parts.schedulers
+        return self._registered.schedulers
 
     @property
     def scheduler_dicts(self) -> list[dict[str, Any]]:
@@ -168,9 +168,9 @@ class LightningOperator(TrainingOperator):
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Run one training step with its hooks. Report its loss as train_loss, and the rest."""
-        module, precision, (optimizer,) = self.module, self._parts.precision, self._parts.optimizers
+        module, precision, (optimizer,) = self.module, self._registered.precision, self._registered.optimizers
         arguments = (batch, batch_info["batch_idx"]) if self._indexed[0] else (batch,)
-        wrapped = self._parts.wrapped[0]
+        wrapped = self._registered.wrapped[0]
         step = wrapped if isinstance(wrapped, DistributedDataParallel) else module.training_step
         with self.timers.record("fwd"), self.autocast():
             output = step(*arguments)

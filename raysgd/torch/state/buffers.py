@@ -14,7 +14,7 @@ from torch import nn
 from raysgd.replica.step import Step
 from raysgd.replica.step_policy import Policy
 from raysgd.torch.foreign import buffers_at, content_version, copy_all, unnoticed
-from raysgd.torch.parts import Parts, broadcast, name_of
+from raysgd.torch.registered import Registered, broadcast, name_of
 from raysgd.torch.step.skipped_steps import gathered_objects
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -40,8 +40,8 @@ class RestoreBuffers(Policy):
     first step of each loop, on those that it or the loop before has changed, too.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, registered: Registered) -> None:
+        self._registered = registered
         self._places: list[BufferAt] | None = None  # None before the first step
         self._seen: dict[BufferAt, Any] = {}  # the versions of buffers when the loop began
         # At the beginning of the step: the buffers, where they were, and their contents.
@@ -141,7 +141,7 @@ class RestoreBuffers(Policy):
         if self._after:
             self._take_first()
         if self._shared is None:
-            shares = self._parts.shares_buffers and dist.is_initialized() and dist.get_world_size() > 1
+            shares = self._registered.shares_buffers and dist.is_initialized() and dist.get_world_size() > 1
             self._shared = self._agreed() if shares else []
         elif held := buffers_at(self._shared):
             self._send_together(held)
@@ -152,10 +152,10 @@ class RestoreBuffers(Policy):
         every = self._all()
         own = self._found() if self._places is None else self._with_changed(self._places)
         names = [every[each] for each in own if each in every and not isinstance(each[0], nn.SyncBatchNorm)]
-        answers = gathered_objects((names, len(own) < len(every)), self._parts.control)
+        answers = gathered_objects((names, len(own) < len(every)), self._registered.control)
         self._others = any(others for _, others in answers)
         wanted = {name for names, _ in answers for name in names}
-        wanted -= self._parts.own_buffers()
+        wanted -= self._registered.own_buffers()
         shared = [place for place, name in every.items() if name in wanted]
         if self._places is not None:
             self._places = list(dict.fromkeys([*self._places, *shared]))
@@ -163,7 +163,7 @@ class RestoreBuffers(Policy):
             found = ((every[place], _held(place)) for place in shared)
             held = {name: each for name, each in found if each is not None}
             with unnoticed(held.values()):
-                broadcast(held, self._parts.control)
+                broadcast(held, self._registered.control)
         return shared
 
     def _send_together(self, held: list[torch.Tensor]) -> None:
@@ -209,7 +209,7 @@ class RestoreBuffers(Policy):
     def _all(self) -> dict[BufferAt, str]:
         """The buffers, with names that are the same on all ranks."""
         found: dict[BufferAt, str] = {}
-        for number, model in enumerate(self._parts.models):
+        for number, model in enumerate(self._registered.models):
             for path, module in model.named_modules():
                 for name, _ in module.named_buffers(recurse=False):
                     found.setdefault((module, name), name_of(number, f"{path}.{name}" if path else name))

@@ -17,19 +17,19 @@ from raysgd.replica.position import check_counters
 from raysgd.torch.data.sampling import has_own_batches, is_planned
 from raysgd.torch.data.stateful import marks_in
 from raysgd.torch.foreign import nested_schedulers
-from raysgd.torch.parts import Parts
+from raysgd.torch.registered import Registered
 from raysgd.torch.state import states
 from raysgd.torch.step.part_states import check_part_states
 
 
-def check_fits(parts: Parts, state: dict[str, Any]) -> None:
+def check_fits(registered: Registered, state: dict[str, Any]) -> None:
     """Raise CheckpointError with the first thing that does not fit. Nothing is changed. Tensors of
     the state need no content."""
     try:
         check_counters(state)
         check_part_states(state)
-        _check_parts(parts, state)
-        _check_loader(parts, state)
+        _check_parts(registered, state)
+        _check_loader(registered, state)
     except CheckpointError:
         raise
     except Exception as error:
@@ -38,21 +38,21 @@ def check_fits(parts: Parts, state: dict[str, Any]) -> None:
         ) from error
 
 
-def _check_parts(parts: Parts, state: dict[str, Any]) -> None:
+def _check_parts(registered: Registered, state: dict[str, Any]) -> None:
     for name in ("models", "optimizers", "schedulers"):
-        saved, registered = len(state.get(name) or ()), len(getattr(parts, name))
-        if saved != registered:
-            raise CheckpointError(f"the checkpoint has {saved} {name}, and this operator registers {registered}")
-    for number, (model, of_model) in enumerate(zip(parts.models, state["models"], strict=True)):
+        saved, here = len(state.get(name) or ()), len(getattr(registered, name))
+        if saved != here:
+            raise CheckpointError(f"the checkpoint has {saved} {name}, and this operator registers {here}")
+    for number, (model, of_model) in enumerate(zip(registered.models, state["models"], strict=True)):
         _check_model(number, model.state_dict(), of_model)
-    for number, (optimizer, of_optimizer) in enumerate(zip(parts.optimizers, state["optimizers"], strict=True)):
+    for number, (optimizer, of_optimizer) in enumerate(zip(registered.optimizers, state["optimizers"], strict=True)):
         _check_optimizer(number, optimizer, of_optimizer)
     for number, (scheduler, of_scheduler) in enumerate(
-        zip(parts.schedulers, state.get("schedulers") or [], strict=True)
+        zip(registered.schedulers, state.get("schedulers") or [], strict=True)
     ):
         _check_scheduler(f"scheduler {number}", scheduler, of_scheduler)
-    if scaler := states.saved_scaler(parts, state):
-        _check_names("the gradient scaler", parts.precision.state() or {}, scaler)
+    if scaler := states.saved_scaler(registered, state):
+        _check_names("the gradient scaler", registered.precision.state() or {}, scaler)
 
 
 def _check_model(number: int, mine: dict[str, Any], saved: Any) -> None:
@@ -210,12 +210,12 @@ def _check_scheduler(what: str, scheduler: Any, saved: Any) -> None:
 # -- the train_loader's order of samples --------------------------------------------------------------
 
 
-def _check_loader(parts: Parts, state: dict[str, Any]) -> None:
+def _check_loader(registered: Registered, state: dict[str, Any]) -> None:
     """Raise CheckpointError unless the train_loader can continue the checkpoint's epoch."""
     saved = state.get("loader")
     if saved is None:
         return
-    loader, order = parts.train_loader, saved.get("order")
+    loader, order = registered.train_loader, saved.get("order")
     for each in saved.get("generators", ()):
         torch.Generator().set_state(each)
     marks_in(saved)

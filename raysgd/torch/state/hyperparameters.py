@@ -31,10 +31,10 @@ class Option:
     name: str
 
 
-def made_with(parts: Any) -> dict[str, Any]:
+def made_with(registered: Any) -> dict[str, Any]:
     """Collect the settings that `setup` gave the optimizers, as JSON has them."""
     found: dict[str, Any] = {}
-    for number, optimizer in enumerate(parts.optimizers):
+    for number, optimizer in enumerate(registered.optimizers):
         groups = getattr(optimizer, "param_groups", ())
         for place, group in enumerate(groups):
             of = f"group {place} of " * (len(groups) > 1) + f"optimizers[{number}] ({type(optimizer).__name__})"
@@ -74,7 +74,7 @@ def options(operator: Any, values: Mapping[str, float]) -> list[Option]:
     internals.leave_out_warning(IGNORED)
     return [
         Option(number, place, name)
-        for number, optimizer in enumerate(internals.parts.optimizers)
+        for number, optimizer in enumerate(internals.registered.optimizers)
         for place, group in enumerate(optimizer.param_groups)
         for name, value in values.items()
         if name in group and group[name] == value
@@ -84,17 +84,17 @@ def options(operator: Any, values: Mapping[str, float]) -> list[Option]:
 def retune(operator: Any, chosen: Iterable[Option], changed: Mapping[str, tuple[float, float]]) -> None:
     """Replace old values by new ones: `changed` has both, by name. Where a scheduler has changed an
     old value since `setup`, scale the new one by the same factor."""
-    parts = internals_of(operator).parts
+    registered = internals_of(operator).registered
     for option in chosen:
         old, new = changed[option.name]
-        optimizer = parts.optimizers[option.optimizer]
+        optimizer = registered.optimizers[option.optimizer]
         group = optimizer.param_groups[option.group]
         group[option.name] = _scaled(group[option.name], old, new)
         if option.name != "lr":
             continue
         if "initial_lr" in group:
             group["initial_lr"] = _scaled(group["initial_lr"], old, new)
-        for scheduler in with_nested(parts.schedulers):
+        for scheduler in with_nested(registered.schedulers):
             rates = getattr(scheduler, "base_lrs", None)
             if rates is not None and scheduler.optimizer is optimizer:
                 rates[option.group] = _scaled(rates[option.group], old, new)

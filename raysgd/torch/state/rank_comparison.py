@@ -23,18 +23,18 @@ ROUGH = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 ALONE = ", which belongs to no registered model and is therefore not averaged,"
 
 
-def sums_of(operator: Any, parts: Any) -> str:
+def sums_of(operator: Any, registered: Any) -> str:
     """What this rank reports, as JSON: of each parameter its sum, its norm, and how far they may be
     apart from those of another rank. These are the parameters of the registered models, and those
     of other modules that the operator holds, if they train."""
     named = {f"self.{name}": value for name, value in vars(operator).items()}
     names = {id(each): name for name, each in named.items()}
     found: dict[str, torch.Tensor] = {}
-    for number, (bare, wrapped) in enumerate(zip(parts.models, parts.wrapped, strict=True)):
+    for number, (bare, wrapped) in enumerate(zip(registered.models, registered.wrapped, strict=True)):
         label = names.get(id(wrapped)) or names.get(id(bare)) or f"models[{number}]"
         found |= {f"{name} of {label}": each for name, each in bare.named_parameters()}
     known = {id(each) for each in found.values()}
-    for label, module in {"criterion": parts.criterion, **named}.items():
+    for label, module in {"criterion": registered.criterion, **named}.items():
         for name, each in module.named_parameters() if isinstance(module, nn.Module) else ():
             if each.requires_grad and id(each) not in known:
                 found[f"{name} of {label}{ALONE}"] = each

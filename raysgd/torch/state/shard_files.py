@@ -32,7 +32,7 @@ from raysgd.storage.folders import MARKER, FileEntry, entry_of, entry_of_bytes, 
 from raysgd.storage.remote import Uri
 from raysgd.torch.foreign import with_module_versions
 from raysgd.torch.group.fsdp import DIVIDED
-from raysgd.torch.parts import Parts
+from raysgd.torch.registered import Registered
 from raysgd.torch.state import states
 
 OUTLINE, INDEX = "outline.pt", ".metadata"
@@ -235,7 +235,7 @@ def read_outline(folder: str) -> dict[str, Any]:
     return {**outline, **{part: _filled(outline[part], empty) for part in DIVIDED if part in outline}}
 
 
-def read(source: ShardFolder, parts: Parts) -> dict[str, Any]:
+def read(source: ShardFolder, registered: Registered) -> dict[str, Any]:
     """Read the state, with tensors sharded like those of the operator, which it must fit."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -248,7 +248,7 @@ def read(source: ShardFolder, parts: Parts) -> dict[str, Any]:
 
     folder = source.folder
     outline = _outline(folder)
-    owners = _owners(outline, parts)
+    owners = _owners(outline, registered)
     tensors: dict[str, torch.Tensor] = {}
     for key, entry in _index(folder).items():
         size, dtype, owner = entry.size, entry.properties.dtype, owners.get(key)
@@ -281,12 +281,12 @@ def _index(folder: str) -> dict[str, Any]:
         raise CheckpointError(f"{INCOMPLETE}: its index cannot be read ({error})") from error
 
 
-def _owners(outline: dict[str, Any], parts: Parts) -> dict[str, Any]:
+def _owners(outline: dict[str, Any], registered: Registered) -> dict[str, Any]:
     """Find the tensor or parameter to which each key belongs."""
     owners: dict[str, Any] = {}
-    for number, model in enumerate(parts.models):
+    for number, model in enumerate(registered.models):
         owners |= {f"models/{number}/{name}": value for name, value in model.state_dict().items()}
-    for number, (optimizer, saved) in enumerate(zip(parts.optimizers, outline["optimizers"], strict=True)):
+    for number, (optimizer, saved) in enumerate(zip(registered.optimizers, outline["optimizers"], strict=True)):
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         keys = [each for group in saved["param_groups"] for each in group["params"]]
         for parameter, key in zip(parameters, keys, strict=True):

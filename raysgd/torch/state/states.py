@@ -21,7 +21,7 @@ from raysgd.storage.seen import SeenFile, opened
 from raysgd.torch import foreign
 from raysgd.torch.group.fsdp import DIVIDED, placed, placed_optimizer
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.parts import Parts
+from raysgd.torch.registered import Registered
 from raysgd.torch.state.host_memory import HostCopy, HostMemory
 from raysgd.torch.state.packing import Layout, has_bytes
 
@@ -35,20 +35,20 @@ NOT_OURS = "not a checkpoint of raysgd"
 FOREIGN = re.compile(r"GLOBAL (\S+)|(Can only (?:create|build)|Trying to call) .*")
 
 
-def gather(operator: TrainingOperator, parts: Parts) -> dict[str, Any]:
+def gather(operator: TrainingOperator, registered: Registered) -> dict[str, Any]:
     """Gather the state of the unwrapped models, optimizers, schedulers, gradient scaler and the
     operator itself, whose parts these are. Tensors are shared with the operator, not copied."""
-    precision = parts.precision
+    precision = registered.precision
     state: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
-        "models": [model.state_dict() for model in parts.models],
-        "optimizers": [optimizer.state_dict() for optimizer in parts.optimizers],
+        "models": [model.state_dict() for model in registered.models],
+        "optimizers": [optimizer.state_dict() for optimizer in registered.optimizers],
         "operator": operator.state_dict(),
         "global_step": operator.global_step,
     }
-    if parts.schedulers:
-        state["schedulers"] = [scheduler.state_dict() for scheduler in parts.schedulers]
+    if registered.schedulers:
+        state["schedulers"] = [scheduler.state_dict() for scheduler in registered.schedulers]
     scaler = precision.state()
     if scaler is not None:
         state[precision.key] = scaler
@@ -236,11 +236,11 @@ def completed(saved: Any, optimizer: Any) -> Any:
     return {**saved, "param_groups": groups}
 
 
-def parts_to_map(parts: Parts) -> Collection[str]:
+def parts_to_map(registered: Registered) -> Collection[str]:
     """The parts of a state the load of which copies tensors and does nothing else."""
-    if parts.shards is not None or not all(map(foreign.loads_by_copying, parts.models)):
+    if registered.shards is not None or not all(map(foreign.loads_by_copying, registered.models)):
         return ()
-    return ("models", "optimizers") if all(map(foreign.is_usual_optimizer, parts.optimizers)) else ("models",)
+    return ("models", "optimizers") if all(map(foreign.is_usual_optimizer, registered.optimizers)) else ("models",)
 
 
 def unmapped(saved: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -265,22 +265,22 @@ def unmapped(saved: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {**saved, "state": state}
 
 
-def restore(operator: TrainingOperator, parts: Parts, state: dict[str, Any]) -> None:
+def restore(operator: TrainingOperator, registered: Registered, state: dict[str, Any]) -> None:
     """Load a checked state; the operator's own part last, as only it can check that."""
-    precision = parts.precision
-    for model, saved in zip(parts.models, state["models"], strict=True):
-        model.load_state_dict(saved if parts.shards is None else placed(saved, model.state_dict()))
-    for optimizer, saved in zip(parts.optimizers, state["optimizers"], strict=True):
+    precision = registered.precision
+    for model, saved in zip(registered.models, state["models"], strict=True):
+        model.load_state_dict(saved if registered.shards is None else placed(saved, model.state_dict()))
+    for optimizer, saved in zip(registered.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(placed_optimizer(completed(saved, optimizer), optimizer))
-    for scheduler, saved in zip(parts.schedulers, state.get("schedulers") or [], strict=True):
+    for scheduler, saved in zip(registered.schedulers, state.get("schedulers") or [], strict=True):
         scheduler.load_state_dict(saved)
-    parts.schedules_at = {}
-    if precision.key and (scaler := saved_scaler(parts, state)):
+    registered.schedules_at = {}
+    if precision.key and (scaler := saved_scaler(registered, state)):
         precision.load(scaler)
     operator.global_step = state.get("global_step", operator.global_step)
     operator.load_state_dict(state.get("operator"))
 
 
-def saved_scaler(parts: Parts, state: dict[str, Any]) -> Any:
+def saved_scaler(registered: Registered, state: dict[str, Any]) -> Any:
     """The saved state of the gradient scaler, which RaySGD v1 called "amp", if any."""
-    return state.get(parts.precision.key) or state.get("amp")
+    return state.get(registered.precision.key) or state.get("amp")

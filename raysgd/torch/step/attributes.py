@@ -13,7 +13,7 @@ from raysgd.replica.feed import Feed
 from raysgd.replica.step import Step
 from raysgd.replica.step_policy import Policy
 from raysgd.torch.foreign import content_version
-from raysgd.torch.parts import Parts
+from raysgd.torch.registered import Registered
 from raysgd.torch.state.packing import has_bytes
 from raysgd.torch.step.options import settings_of
 
@@ -52,8 +52,8 @@ class WatchAttributes(Policy):
     also in short lists and dicts, are compared at the end of the first call too.
     """
 
-    def __init__(self, operator: Any, parts: Parts) -> None:
-        self._operator, self._parts, self._raysgds = operator, parts, {*vars(operator)}
+    def __init__(self, operator: Any, registered: Registered) -> None:
+        self._operator, self._registered, self._raysgds = operator, registered, {*vars(operator)}
         self._first = self._in_parts = True
         self._leads = False  # whether this is the first rank
         self._again = bool(operator._overrides("train_epoch"))
@@ -101,7 +101,7 @@ class WatchAttributes(Policy):
         """Call a function with the operator."""
         if self._operator._internals.rank_info.world_rank:
             return function(self._operator)
-        before, self._named = self._state(), self._named | self._parts.held.keys()
+        before, self._named = self._state(), self._named | self._registered.held.keys()
         value = function(self._operator)
         self._say(CHANGED_BY_FUNCTION, before)
         return value
@@ -136,11 +136,19 @@ class WatchAttributes(Policy):
     def _state(self) -> dict[str, Any]:
         """The user's attributes that are not registered, their contents, and optimizers'
         settings."""
-        parts = self._parts
-        registered = [*parts.models, *parts.wrapped, *parts.optimizers, *parts.schedulers, parts.criterion]
-        known = {id(each) for each in registered}
+        registered = self._registered
+        objects = [
+            *registered.models,
+            *registered.wrapped,
+            *registered.optimizers,
+            *registered.schedulers,
+            registered.criterion,
+        ]
+        known = {id(each) for each in objects}
         own = {name: value for name, value in vars(self._operator).items() if name not in self._raysgds}
-        saved = _tensors_in([*parts.models, *parts.metrics.values(), parts.stepped_by(*parts.optimizers)])
+        saved = _tensors_in(
+            [*registered.models, *registered.metrics.values(), registered.stepped_by(*registered.optimizers)]
+        )
         memory = {each.untyped_storage().data_ptr() for each in saved}
         contents = {
             name: [_content(each) for each in _tensors_in(found) if each.untyped_storage().data_ptr() not in memory]
@@ -148,7 +156,7 @@ class WatchAttributes(Policy):
             if (found := _modules_in(value))
         }
         own = {name: value for name, value in own.items() if id(value) not in known}
-        return own | {SETTINGS: settings_of(parts.optimizers), CONTENTS: contents}
+        return own | {SETTINGS: settings_of(registered.optimizers), CONTENTS: contents}
 
 
 def _modules_in(value: Any) -> list[nn.Module]:

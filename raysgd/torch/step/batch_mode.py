@@ -22,7 +22,7 @@ from raysgd.replica.step import Step
 from raysgd.replica.step_policy import Policy
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import content_version, is_compiled, run_after_backward, steps_of
-from raysgd.torch.parts import Parts
+from raysgd.torch.registered import Registered
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.step.contract import (
     CHANGED,
@@ -68,7 +68,7 @@ class KeepBatch(Policy):
 
     def __init__(
         self,
-        parts: Parts,
+        registered: Registered,
         settings: TorchSettings,
         position: Position,
         why: Violation | None,
@@ -77,7 +77,7 @@ class KeepBatch(Policy):
         method: str,
     ) -> None:
         self._ranks_read, self._ranks_said, self._method = ranks_read, set[str](), method
-        self._parts, self._batches, self._elastic = parts, settings.num_workers, settings.elastic
+        self._registered, self._batches, self._elastic = registered, settings.num_workers, settings.elastic
         self._all_parts, self._given = settings.all_parts, settings.parts
         self.deal: tuple[int, ...] = ()  # how many parts each rank computes: `Dealer` writes it
         self.why = why or _why_not(settings)
@@ -99,7 +99,7 @@ class KeepBatch(Policy):
     def of(cls, operator: Any, internals: Any) -> KeepBatch:
         method = (operator._overrides("train_batch", "train_epoch") or ["train_batch"])[0]
         why = MAKES_STEPS if operator._has_own_steps else RESIZES if operator._overrides("resized") else None
-        parts, settings, ranks_read = internals.parts, internals.settings, internals.ranks_read
+        parts, settings, ranks_read = internals.registered, internals.settings, internals.ranks_read
         return cls(parts, settings, internals.position, why, ranks_read=ranks_read, method=method)
 
     @classmethod
@@ -165,9 +165,9 @@ class KeepBatch(Policy):
         self._check_gradients(CHANGED)
         self._ranks_read.clear()
         if self._watches:
-            self._schedules = [steps_of(each) for each in self._parts.schedulers]
-            count = self._parts.control.collectives
-            self._own_calls = OwnCalls(count, self._parts.wrapped, sharded=self._parts.shards is not None)
+            self._schedules = [steps_of(each) for each in self._registered.schedulers]
+            count = self._registered.control.collectives
+            self._own_calls = OwnCalls(count, self._registered.wrapped, sharded=self._registered.shards is not None)
 
     def on_zero_grad(self, step: Step) -> None:
         self._note(self._calls.cleared())
@@ -205,12 +205,12 @@ class KeepBatch(Policy):
         # Before the calls are counted: without self.backward, they are those that exchange gradients.
         self._note(self._calls.ended() if self._decides else None)
         self._end_counting()
-        if self._watches and self._schedules != [steps_of(each) for each in self._parts.schedulers]:
+        if self._watches and self._schedules != [steps_of(each) for each in self._registered.schedulers]:
             self._note(None if step.closing and not self._decides else SCHEDULED)
         self._note(self._calls.unlike(self._of_first))
 
     def _keep_gradients(self) -> None:
-        found = ((each, each.grad) for each in self._parts.stepped_by(*self._parts.optimizers))
+        found = ((each, each.grad) for each in self._registered.stepped_by(*self._registered.optimizers))
         self._gradients = {id(each): (grad, content_version(grad)) for each, grad in found if grad is not None}
 
     def _check_gradients(self, found: Violation, *optimizers: Any, added: bool = False) -> None:
@@ -218,7 +218,7 @@ class KeepBatch(Policy):
         pass, or, in the next one, has done more than have them `added` to by a pass of its own."""
         if not self._gradients:
             return
-        own = self._parts.stepped_by(*(optimizers or self._parts.optimizers))
+        own = self._registered.stepped_by(*(optimizers or self._registered.optimizers))
         kept = [(each.grad, *self._gradients[id(each)]) for each in own if id(each) in self._gradients]
         lost = any(now is not before for now, before, _ in kept)
         changed = [each for _, each, version in kept if content_version(each) != version]
@@ -242,7 +242,7 @@ class KeepBatch(Policy):
             raise ConfigError(later(found, self._all_parts))
         else:
             self._refuse(found)
-            if self._parts.shards is not None:  # new processes, which know no more, would train the batch again
+            if self._registered.shards is not None:  # new processes, which know no more, would train the batch again
                 raise ConfigError(notice(found, self._all_parts))
             self.position.contract = tuple(found)
             self._say(found)
@@ -284,7 +284,7 @@ class KeepBatch(Policy):
         """Agree with the other ranks of a new generation."""
         if self._elastic.batch == "auto" and self.why is None and not rank_info.solo:
             knew = self.position.contract is not None
-            every = gathered_objects(self.position.contract, self._parts.control)
+            every = gathered_objects(self.position.contract, self._registered.control)
             self.position.contract = max((each for each in every if each is not None), default=None)
             if not knew and rank_info.world_rank == 0:  # another rank has found it, and so stopped this one
                 self._log(self._reason)

@@ -91,7 +91,7 @@ class Dealer(Policy):
 
     def __init__(self, parts: int, internals: Any, device: torch.device) -> None:
         self._count = parts
-        self._keep, self._states, self._parts = internals.keep_batch, internals.part_states, internals.parts
+        self._keep, self._states, self._registered = internals.keep_batch, internals.part_states, internals.registered
         self._device, self.seconds = device, OwnSeconds(device)
         internals.weigh.waiting = self.seconds.waiting
         self._feed: Feed | None = None
@@ -105,7 +105,7 @@ class Dealer(Policy):
     def joined(self, rank_info: RankInfo) -> None:
         """Deal with the other ranks of a new generation."""
         if not rank_info.solo:
-            self._deal(rank_info, gathered_objects(self.seconds.of_part(EVERY), self._parts.control))
+            self._deal(rank_info, gathered_objects(self.seconds.of_part(EVERY), self._registered.control))
 
     def _deal(self, rank_info: RankInfo, held: list[float | None]) -> None:
         """Deal, with what each rank has measured in earlier generations."""
@@ -133,7 +133,7 @@ class Dealer(Policy):
             return
         own = self.seconds.of_part(self._policy.window)
         mine = [own if rank == self._rank.world_rank else 0.0 for rank in range(self._rank.world_size)]
-        every = summed(mine, self._device, self._parts.control)
+        every = summed(mine, self._device, self._registered.control)
         if self._policy.change(every):
             self._states.share()  # a rank may get a part whose state another one has
             self._keep.deal = self._policy.deal

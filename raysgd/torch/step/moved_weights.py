@@ -11,7 +11,7 @@ import torch
 from raysgd.replica.step import Step
 from raysgd.replica.step_policy import Policy
 from raysgd.torch.foreign import copy_all
-from raysgd.torch.parts import Parts
+from raysgd.torch.registered import Registered
 from raysgd.torch.step.closures import after_gradients, closure_in
 
 
@@ -30,8 +30,8 @@ class RestoreWeights(Policy):
 
     for_each_part = True
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, registered: Registered) -> None:
+        self._registered = registered
         self._looks = self._looks_at_parts = 2  # steps in which it is still to be seen
         self._now: list[torch.Tensor] = []
         self._before: list[torch.Tensor] = []  # their contents at the beginning of the step
@@ -45,7 +45,7 @@ class RestoreWeights(Policy):
     def for_run(cls, operator: Any) -> RestoreWeights | None:
         settings, moves = operator._settings, operator._overrides("train_epoch", "train_batch")
         needed = moves and settings.adds_parts and settings.options.parallel != "fsdp"
-        return cls(operator._parts) if needed else None
+        return cls(operator._registered) if needed else None
 
     def kept(self, step: Step) -> list[torch.Tensor]:
         if step.place > 0:
@@ -57,14 +57,14 @@ class RestoreWeights(Policy):
         if self._looks == 0:
             copy_all(self._now, self._before)
             return self._before
-        self._now = [each for model in self._parts.models for each in model.parameters()]
+        self._now = [each for model in self._registered.models for each in model.parameters()]
         self._before = [each.clone() for each in self._now]
         self._acted = False
         if not self._hooks:
-            hooked = [each for each in self._parts.optimizers if hasattr(each, "register_step_pre_hook")]
+            hooked = [each for each in self._registered.optimizers if hasattr(each, "register_step_pre_hook")]
             self._hooks = [each.register_step_pre_hook(self._acts) for each in hooked]
         if not self._of_models:
-            self._of_models = [each.register_forward_pre_hook(self._look) for each in self._parts.wrapped]
+            self._of_models = [each.register_forward_pre_hook(self._look) for each in self._registered.wrapped]
         return self._before
 
     def put_back(self, step: Step, value: list[torch.Tensor]) -> None:

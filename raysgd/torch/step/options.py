@@ -21,7 +21,7 @@ from raysgd.replica.step import Step
 from raysgd.replica.step_policy import Policy
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import divisor_of, run_after_backward
-from raysgd.torch.parts import Parts
+from raysgd.torch.registered import Registered
 from raysgd.torch.step.weights import GradientWeights
 
 logger = logging.getLogger("raysgd")
@@ -37,17 +37,21 @@ DIVIDED = (
 class Clip(Policy):
     """Clips gradients, with `clip_value` and `clip_norm`."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._norm, self._value, self._parts = parts.options.clip_norm, parts.options.clip_value, parts
+    def __init__(self, registered: Registered) -> None:
+        self._norm, self._value, self._registered = (
+            registered.options.clip_norm,
+            registered.options.clip_value,
+            registered,
+        )
         self.option = f"clip_value={self._value}" if self._norm is None else f"clip_norm={self._norm}"
 
     @classmethod
     def for_run(cls, operator: Any) -> Clip | None:
         options = operator._settings.options
-        return None if options.clip_norm is options.clip_value is None else cls(operator._parts)
+        return None if options.clip_norm is options.clip_value is None else cls(operator._registered)
 
     def on_gradients(self, step: Step, optimizer: Any) -> bool:
-        parameters = self._parts.stepped_by(optimizer)
+        parameters = self._registered.stepped_by(optimizer)
         try:
             if self._value is not None:
                 nn.utils.clip_grad_value_(parameters, self._value)
@@ -66,13 +70,13 @@ class Hold(Policy):
 
     in_usual_steps = False
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts, self._held = parts, False
+    def __init__(self, registered: Registered) -> None:
+        self._registered, self._held = registered, False
 
     @classmethod
     def for_run(cls, operator: Any) -> Hold | None:
         settings = operator._settings
-        return cls(operator._parts) if settings.options.accumulate > 1 or settings.in_parts else None
+        return cls(operator._registered) if settings.options.accumulate > 1 or settings.in_parts else None
 
     def begin_part(self, step: Step) -> None:
         if self._held or not step.closing:
@@ -81,7 +85,7 @@ class Hold(Policy):
     def put_back(self, step: Step, value: None) -> None:
         """Forget the gradients of batches that will come again, which no optimizer can clear if the
         models are sharded."""
-        for each in () if self._parts.shards is None else self._parts.shards.unexchanged_gradients():
+        for each in () if self._registered.shards is None else self._registered.shards.unexchanged_gradients():
             each.zero_()
 
     def reset(self) -> None:
@@ -92,8 +96,8 @@ class Hold(Policy):
 
     def _hold(self, on: bool) -> None:
         self._held = on
-        self._parts.exchange.hold(on)
-        for model in self._parts.wrapped:
+        self._registered.exchange.hold(on)
+        for model in self._registered.wrapped:
             if hasattr(model, "require_backward_grad_sync"):
                 model.require_backward_grad_sync = not on  # type: ignore[assignment]
             elif hasattr(model, "set_requires_gradient_sync"):
@@ -104,8 +108,10 @@ class Accumulate(Policy):
     """Makes the gradients of several batches those of one batch that holds them all, if samples
     count. The window is shorter at the end of an epoch or call."""
 
-    def __init__(self, parts: Parts, weigh: GradientWeights, *, exact: bool, warn: Callable[..., None]) -> None:
-        self._size, self._parts, self._exact, self._warn = parts.options.accumulate, parts, exact, warn
+    def __init__(
+        self, registered: Registered, weigh: GradientWeights, *, exact: bool, warn: Callable[..., None]
+    ) -> None:
+        self._size, self._registered, self._exact, self._warn = registered.options.accumulate, registered, exact, warn
         self._weigh = weigh
         self.option = f"accumulate={self._size}"
 
@@ -114,7 +120,7 @@ class Accumulate(Policy):
         internals, settings = operator._internals, operator._settings
         if settings.options.accumulate == 1:
             return None
-        return cls(operator._parts, internals.weigh, exact=settings.is_exact, warn=internals.warn_once)
+        return cls(operator._registered, internals.weigh, exact=settings.is_exact, warn=internals.warn_once)
 
     def begin_part(self, step: Step) -> None:
         drawn = step.current
@@ -154,7 +160,7 @@ class Accumulate(Policy):
         """Note a parameter that has a gradient, to notice if user code clears it before the window
         ends."""
         self.on_whole_step(step, optimizer)
-        parameters = self._parts.stepped_by(optimizer)
+        parameters = self._registered.stepped_by(optimizer)
         step.notes[self].witness = next((each for each in parameters if each.grad is not None), None)
 
 
@@ -178,23 +184,28 @@ class RestoreSettings(Policy):
 
     for_each_part = True
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, registered: Registered) -> None:
+        self._registered = registered
 
     @classmethod
     def for_run(cls, operator: Any) -> RestoreSettings | None:
-        settings, parts = operator._settings, operator._parts
+        settings, registered = operator._settings, operator._registered
         # Whether code besides an optimizer may set its rate.
-        sets = parts.schedulers or operator._acts_in_steps or operator._overrides("zero_grad") or operator._has_metrics
-        return cls(parts) if settings.options.accumulate > 1 or (settings.adds_parts and sets) else None
+        sets = (
+            registered.schedulers
+            or operator._acts_in_steps
+            or operator._overrides("zero_grad")
+            or operator._has_metrics
+        )
+        return cls(registered) if settings.options.accumulate > 1 or (settings.adds_parts and sets) else None
 
     def kept(self, step: Step) -> tuple[list[dict[str, Any]], list[Any]]:
-        schedules = () if step.closing or step.place > 0 else self._parts.schedulers
-        return settings_of(self._parts.optimizers), [copy.deepcopy(each.state_dict()) for each in schedules]
+        schedules = () if step.closing or step.place > 0 else self._registered.schedulers
+        return settings_of(self._registered.optimizers), [copy.deepcopy(each.state_dict()) for each in schedules]
 
     def put_back(self, step: Step, value: tuple[list[dict[str, Any]], list[Any]]) -> None:
         settings, schedules = value
-        groups = [group for each in self._parts.optimizers for group in getattr(each, "param_groups", ())]
+        groups = [group for each in self._registered.optimizers for group in getattr(each, "param_groups", ())]
         for group, values in zip(groups, settings, strict=False):  # user code may have added groups
             for name, value_of in values.items():
                 if isinstance(value_of, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
@@ -202,7 +213,7 @@ class RestoreSettings(Policy):
                 else:
                     group[name] = value_of
         if step.outcome == "undone":
-            for scheduler, state in zip(self._parts.schedulers, schedules, strict=False):
+            for scheduler, state in zip(self._registered.schedulers, schedules, strict=False):
                 scheduler.load_state_dict(state)
 
 
@@ -225,12 +236,12 @@ class RestoreMetrics(Policy):
 
     in_usual_steps = False
 
-    def __init__(self, parts: Parts) -> None:
-        self._metric: Any = parts.metrics.get("train")
+    def __init__(self, registered: Registered) -> None:
+        self._metric: Any = registered.metrics.get("train")
 
     @classmethod
     def for_run(cls, operator: Any) -> RestoreMetrics | None:
-        return cls(operator._parts) if "train" in operator._parts.metrics else None
+        return cls(operator._registered) if "train" in operator._registered.metrics else None
 
     def begin_part(self, step: Step) -> None:
         self.end_step(step)
@@ -269,8 +280,8 @@ class ReadAhead(Policy):
     between a backward pass and the next batch: it could draw random numbers, as the data set can,
     or change what that returns. It does not do that while `timers` measure."""
 
-    def __init__(self, parts: Parts, timers: Timers) -> None:
-        self._parts, self._timers = parts, timers
+    def __init__(self, registered: Registered, timers: Timers) -> None:
+        self._registered, self._timers = registered, timers
         self._feed: Feed | None = None
 
     @staticmethod
@@ -279,7 +290,7 @@ class ReadAhead(Policy):
         return options.read_ahead and options.accumulate == 1 and not operator._acts_in_steps
 
     def begin_loop(self, feed: Feed) -> None:
-        stepped = (*self._parts.optimizers, *self._parts.schedulers)
+        stepped = (*self._registered.optimizers, *self._registered.schedulers)
         usual = all(type(each).__module__.startswith("torch.optim.") for each in stepped)
         if usual and not self._timers.enabled and self._suits(feed):
             self._feed = feed
@@ -295,8 +306,8 @@ class DuringExchange(ReadAhead):
     """On the CPU, with DDP: measures for how long steps wait for the other ranks' gradients. While
     they are exchanged, the next batch is read if this policy `reads`, and no processes do."""
 
-    def __init__(self, parts: Parts, timers: Timers, pace: Pace, *, reads: bool) -> None:
-        super().__init__(parts, timers)
+    def __init__(self, registered: Registered, timers: Timers, pace: Pace, *, reads: bool) -> None:
+        super().__init__(registered, timers)
         self._pace, self._reads, self._several = pace, reads, False
         self._begun, self._measures, self._measured_at = -1, False, 0.0  # the running step
         self._counts, self._skipped = 1, 0  # how many steps the measured one counts for, and those since
@@ -307,7 +318,7 @@ class DuringExchange(ReadAhead):
         settings = operator._settings
         if operator.device.type != "cpu" or not (settings.distributed and settings.wrap_ddp):
             return None
-        return cls(operator._parts, operator.timers, operator._internals.pace, reads=cls.is_wanted(operator))
+        return cls(operator._registered, operator.timers, operator._internals.pace, reads=cls.is_wanted(operator))
 
     def begin_loop(self, feed: Feed) -> None:
         self._several, self._counts, self._skipped = feed.rank_info.world_size > 1, 1, 0
@@ -327,7 +338,7 @@ class DuringExchange(ReadAhead):
     def _is_measured(self) -> bool:
         """Return whether to measure the running step: of fast ones only some, because the hook
         takes 10 us, where no batch is read in it."""
-        if (begun := self._parts.control.begun) != self._begun:
+        if (begun := self._registered.control.begun) != self._begun:
             self._begun, self._skipped = begun, self._skipped + 1
             self._measures = self._asked - self._measured_at >= MEASURED_EVERY_S
             if self._measures:
@@ -367,7 +378,7 @@ class ReadAfterLaunch(ReadAhead):
     @classmethod
     def for_run(cls, operator: Any) -> ReadAfterLaunch | None:
         on_gpu = operator.device.type != "cpu"
-        return cls(operator._parts, operator.timers) if on_gpu and cls.is_wanted(operator) else None
+        return cls(operator._registered, operator.timers) if on_gpu and cls.is_wanted(operator) else None
 
     def _suits(self, feed: Feed) -> bool:
         if suits := isinstance(feed.source, PlannedSource):  # which knows that there is a next batch

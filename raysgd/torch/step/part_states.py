@@ -17,7 +17,7 @@ from raysgd.replica.feed import Feed, NoFeed
 from raysgd.replica.position import Position
 from raysgd.replica.step import Step
 from raysgd.replica.step_policy import Policy
-from raysgd.torch.parts import Parts, move
+from raysgd.torch.registered import Registered, move
 from raysgd.torch.step.skipped_steps import gathered_objects, summed
 
 logger = logging.getLogger("raysgd")
@@ -46,8 +46,8 @@ class PartStates(Policy):
     would repeat that step, which know no more.
     """
 
-    def __init__(self, kind: type, parts: Parts, device: torch.device, *, always: bool) -> None:
-        self._parts, self._device = parts, device
+    def __init__(self, kind: type, registered: Registered, device: torch.device, *, always: bool) -> None:
+        self._registered, self._device = registered, device
         self._used = self._shown = always or _shows_use(kind)  # on all ranks
         self._alone = False
         self._held: dict[int, dict[str, Any]] = {}
@@ -112,13 +112,13 @@ class PartStates(Policy):
     def joined(self) -> None:
         """Give all ranks of a new generation the dicts that there are."""
         self._undone = 0, {}
-        found = gathered_objects((self._used, mapped(_copied, self._held)), self._parts.control)
+        found = gathered_objects((self._used, mapped(_copied, self._held)), self._registered.control)
         self._used = any(used for used, _ in found)
         self._held = {part: each for _, held in found for part, each in held.items()} | self._held
 
     def agreed(self, due: bool, *, first: bool) -> bool:
         """Whether a snapshot is due on the `first` rank, if all ranks take part in it."""
-        return summed([due and first], self._device, self._parts.control)[0] > 0 if self._used else due
+        return summed([due and first], self._device, self._registered.control)[0] > 0 if self._used else due
 
     def state(self) -> dict[str, Any]:
         """The entry of states, if there is one."""

@@ -28,7 +28,7 @@ class Precision(Policy):
 
     @classmethod
     def for_run(cls, operator: Any) -> Any:
-        return operator._parts.precision
+        return operator._registered.precision
 
     def prepare(self, models: list[Any], optimizers: list[Any], args: dict[str, Any]) -> tuple[list[Any], list[Any]]:
         """The models and optimizers to use. Called at registration, before the models are

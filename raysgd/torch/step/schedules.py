@@ -20,7 +20,7 @@ from raysgd.core.sampling_plan import optimizer_steps
 from raysgd.errors import ConfigError, counted
 from raysgd.replica.operator_base import Schedule
 from raysgd.torch.foreign import milestones_of, nested_schedulers, steps_of
-from raysgd.torch.parts import check_steps_alone
+from raysgd.torch.registered import check_steps_alone
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.step.stepping import Stepping
 
@@ -95,7 +95,7 @@ def _workers_now(operator: Scheduling) -> int:
 
 def _optimizer_steps(operator: Scheduling, workers: int) -> int:
     """Count the optimizer's steps in an epoch, 0 if not known."""
-    batches = None if operator._parts.train_loader is None else operator._batches_per_epoch(workers)
+    batches = None if operator._registered.train_loader is None else operator._batches_per_epoch(workers)
     window = operator._batches_per_step
     return optimizer_steps(1, batches=batches, num_steps=None, window=window) if batches is not None else 0
 
@@ -110,7 +110,7 @@ def _goes_on(operator: Scheduling, most: int, workers: int) -> bool:
 def _steps_in(operator: Scheduling, calls: int, workers: int) -> int | None:
     """Count the steps that a schedule makes in calls of `train` like the running one."""
     freq, num_steps = operator.scheduler_step_freq, operator._internals.num_steps
-    batches = None if operator._parts.train_loader is None else operator._batches_per_epoch(workers) or None
+    batches = None if operator._registered.train_loader is None else operator._batches_per_epoch(workers) or None
     if freq == SCHEDULER_STEP_EPOCH and num_steps is not None:
         return None if batches is None else min(calls, calls * num_steps // batches)  # of the data, that end in a call
     if freq == SCHEDULER_STEP_EPOCH:
@@ -152,7 +152,7 @@ class LoopSchedule(Schedule):
             self._step_all()
             position.overdue = False
         self._steps = [steps_of(each) for each in schedulers]
-        known, operator._parts.schedules_at = operator._parts.schedules_at, {}
+        known, operator._registered.schedules_at = operator._registered.schedules_at, {}
         for each, steps in zip(schedulers, self._steps, strict=True):
             if known.get(id(each), steps) != steps:
                 operator._internals.warn_once(STEPPED_BESIDE, type(each).__name__, operator.scheduler_step_freq)
@@ -175,7 +175,7 @@ class LoopSchedule(Schedule):
         if self._per_epoch and feed.position.call_ended and not feed.stopped:  # otherwise, the call continues
             self._step_all()
             feed.position.call_ended = False
-        self._operator._parts.schedules_at = {id(each): steps_of(each) for each in self._schedulers}
+        self._operator._registered.schedules_at = {id(each): steps_of(each) for each in self._schedulers}
 
     def _step_all(self) -> None:
         for each in self._schedulers:
@@ -205,7 +205,7 @@ class Scheduling(Stepping):
         """The schedulers that the default loop steps: `self.scheduler`, or all registered ones,
         also if `self.scheduler` is the list in which they were registered."""
         own = getattr(self, "scheduler", None)
-        schedulers = [own] if callable(getattr(own, "step", None)) else self._parts.schedulers
+        schedulers = [own] if callable(getattr(own, "step", None)) else self._registered.schedulers
         for each in schedulers if self.scheduler_step_freq in STEPPED_BY_TRAINER else ():
             check_steps_alone(each, str(self.scheduler_step_freq))
         return schedulers

@@ -18,7 +18,7 @@ from raysgd.replica.position import Position
 from raysgd.replica.step import Step
 from raysgd.replica.step_policy import Policy
 from raysgd.torch.group.wrapping import Exchange
-from raysgd.torch.parts import Parts
+from raysgd.torch.registered import Registered
 
 MOST_LEFT_OUT = 50
 ADVICE = {
@@ -99,10 +99,10 @@ class SkipStep(Policy):
     """Leaves out steps whose gradients are not finite. Owns the number of steps that this call has
     left out."""
 
-    def __init__(self, parts: Parts, position: Position, device: torch.device) -> None:
-        self._action = parts.options.on_nonfinite
+    def __init__(self, registered: Registered, position: Position, device: torch.device) -> None:
+        self._action = registered.options.on_nonfinite
         self.option = f"on_nonfinite={self._action!r}"
-        self._parts, self._position, self._device = parts, position, device
+        self._registered, self._position, self._device = registered, position, device
         self.skipped = 0
 
     @classmethod
@@ -111,7 +111,7 @@ class SkipStep(Policy):
             raise ConfigError(
                 f"on_nonfinite={rule!r} is for operators, and {type(operator).__name__} makes its steps itself: leave it out"
             )
-        return cls(internals.parts, internals.position, operator.device)
+        return cls(internals.registered, internals.position, operator.device)
 
     @classmethod
     def for_run(cls, operator: Any) -> SkipStep | None:
@@ -119,7 +119,7 @@ class SkipStep(Policy):
 
     @property
     def _control(self) -> Control:
-        return self._parts.control
+        return self._registered.control
 
     def end_step(self, step: Step) -> None:
         """Count what happened in a step that is committed."""
@@ -137,7 +137,7 @@ class SkipStep(Policy):
     def on_gradients(self, step: Step, optimizer: Any) -> bool:
         """Decide whether the step is made. Raise an error if it must not be, or after too many in a
         row that are left out."""
-        parameters = [each for each in self._parts.stepped_by(optimizer) if each.grad is not None]
+        parameters = [each for each in self._registered.stepped_by(optimizer) if each.grad is not None]
         infinite = not _are_finite(parameters)
         if not self._are_exchanged(parameters):
             infinite = summed([infinite], self._device, self._control)[0] > 0
@@ -146,7 +146,7 @@ class SkipStep(Policy):
         seen: Seen = step.notes.setdefault(self, Seen())
         seen.left_out = seen.left_out or infinite
         # A gradient scaler counts these steps itself.
-        seen.counts |= infinite and self._parts.precision.key != "amp_native"
+        seen.counts |= infinite and self._registered.precision.key != "amp_native"
         if step.ended or not step.ends:  # user code makes it outside of a step of the loop, so nothing else counts it
             self.end_step(step)
         return not infinite
@@ -154,10 +154,10 @@ class SkipStep(Policy):
     def _are_exchanged(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether every rank has the same gradients of these parameters, so that all see what is
         not finite."""
-        if type(self._parts.exchange) is not Exchange or not dist.is_initialized():
+        if type(self._registered.exchange) is not Exchange or not dist.is_initialized():
             return True
         known: set[int] = set()
-        for model in self._parts.wrapped:
+        for model in self._registered.wrapped:
             if isinstance(model, DistributedDataParallel) and not model.parameters_to_ignore:
                 known |= {id(each) for each in model.parameters()}
         return all(id(each) in known for each in parameters)
@@ -165,7 +165,7 @@ class SkipStep(Policy):
     def _raise(self, step: Step, parameters: Sequence[torch.Tensor]) -> NoReturn:
         """Raise the error about gradients that are not finite, alike on all ranks."""
         bad = {id(each) for each in parameters if not _are_finite([each])}
-        named = [pair for model in self._parts.models for pair in model.named_parameters()]
+        named = [pair for model in self._registered.models for pair in model.named_parameters()]
         names = [name for name, each in named if id(each) in bad]
         losses = [float(loss) for loss in step.notes.get(self, Seen()).losses]
         loss = next((each for each in losses if not math.isfinite(each)), losses[-1] if losses else None)

@@ -13,7 +13,7 @@ from raysgd.replica.operator_base import OperatorBase
 from raysgd.replica.step import Step
 from raysgd.torch.group.wrapping import Exchange
 from raysgd.torch.internals import TorchInternals
-from raysgd.torch.parts import Parts
+from raysgd.torch.registered import Registered
 from raysgd.torch.step.closures import after_gradients, closure_in
 
 NOT_CLEARED = (
@@ -25,7 +25,7 @@ NOT_CLEARED = (
 class Stepping(OperatorBase):
     """The part of torch's operators that makes steps."""
 
-    _parts: Parts
+    _registered: Registered
     _internals: TorchInternals
     _has_own_steps: ClassVar[bool] = False  # whether the class itself clips gradients and applies the precision
 
@@ -55,12 +55,12 @@ class Stepping(OperatorBase):
             for policy in step.policies.on_backward:
                 loss = policy(step, loss)
             if not weigh.acts and count is None:
-                self._parts.precision.backward(loss, optimizer, loss_id=loss_id)
+                self._registered.precision.backward(loss, optimizer, loss_id=loss_id)
                 return
-            self._parts.precision.backward(weigh.loss(step, loss), optimizer, loss_id=loss_id)
+            self._registered.precision.backward(weigh.loss(step, loss), optimizer, loss_id=loss_id)
             weigh.passed()
         except Exception as error:
-            note_peer_error(self._parts, step, error)
+            note_peer_error(self._registered, step, error)
             raise
 
     def step(self, optimizer: Any = None) -> bool:
@@ -69,7 +69,7 @@ class Stepping(OperatorBase):
         and neither awaited nor left out."""
         if not hasattr(optimizer, "step"):
             optimizer = self._only_optimizer(optimizer)
-        step, precision, exchange = self._internals.feed.step, self._parts.precision, self._parts.exchange
+        step, precision, exchange = self._internals.feed.step, self._registered.precision, self._registered.exchange
         if step.error is not None:
             raise step.error
         try:
@@ -91,7 +91,7 @@ class Stepping(OperatorBase):
             self._in_own_step, self._own_step_made = True, not hasattr(optimizer, "register_step_pre_hook")
             precision.step(optimizer)
         except Exception as error:
-            note_peer_error(self._parts, step, error)
+            note_peer_error(self._registered, step, error)
             raise
         finally:
             self._in_own_step = False
@@ -103,8 +103,8 @@ class Stepping(OperatorBase):
     def _look_for_gradients(self) -> None:
         """Warn if the backward pass of the second window begins with the gradients of the first
         one."""
-        self._clears, optimizers, window = True, self._parts.optimizers, self._batches_per_step
-        alone = len(optimizers) == 1 and self._parts.options.parallel != "fsdp"
+        self._clears, optimizers, window = True, self._registered.optimizers, self._batches_per_step
+        alone = len(optimizers) == 1 and self._registered.options.parallel != "fsdp"
         if window == 1 or not alone or self._internals.feed.step.place > 0:
             return
         for parameter in (each for group in optimizers[0].param_groups for each in group["params"]):
@@ -115,12 +115,12 @@ class Stepping(OperatorBase):
     def zero_grad(self, optimizer: Any = None) -> None:
         """Clear the gradients of one `optimizer`, or of all. Do nothing after the first batch of an
         accumulation window."""
-        step, exchange = self._internals.feed.step, self._parts.exchange
+        step, exchange = self._internals.feed.step, self._registered.exchange
         for policy in step.policies.on_zero_grad:
             policy(step)
         if step.place > 0:
             return
-        for each in self._parts.optimizers if optimizer is None else [optimizer]:
+        for each in self._registered.optimizers if optimizer is None else [optimizer]:
             if type(exchange) is not Exchange:  # a batch whose step was left out
                 exchange.finish(each)
             each.zero_grad()
@@ -131,7 +131,7 @@ class Stepping(OperatorBase):
                 f"self.step() takes an optimizer, got {shown(given)}. It makes the step with gradients that self.backward(loss) has "
                 "computed, so it passes no closure on. Call the step(closure) of the optimizer itself"
             )
-        optimizers = self._parts.optimizers
+        optimizers = self._registered.optimizers
         if len(optimizers) != 1:
             raise ConfigError(f"{len(optimizers)} optimizers are registered: pass one of them, step(optimizer)")
         return optimizers[0]
@@ -153,7 +153,7 @@ class Stepping(OperatorBase):
             return None
         if not self._has_own_steps and (option := self._internals.policies.option):
             raise ConfigError(_direct_step(option, with_closure=closure_in(args, kwargs) is not None))
-        if self._parts.shards is not None and closure_in(args, kwargs) is not None:
+        if self._registered.shards is not None and closure_in(args, kwargs) is not None:
             raise ConfigError(
                 f"with parallel='fsdp' a closure cannot be passed to {type(optimizer).__name__}.step(), because each call of it needs all "
                 "ranks, and they could call it different numbers of times: compute the gradients before the step"
@@ -199,8 +199,8 @@ def _direct_step(option: str, *, with_closure: bool) -> str:
     )
 
 
-def note_peer_error(parts: Parts, step: Step, error: Exception) -> None:
+def note_peer_error(registered: Registered, step: Step, error: Exception) -> None:
     """Note the error of a failed peer, which user code may catch: this rank has not got all
     gradients. (No method, because operators have names of their own.)"""
-    if parts.control.is_interruption(error):
+    if registered.control.is_interruption(error):
         step.error = error

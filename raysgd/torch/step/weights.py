@@ -18,7 +18,7 @@ from raysgd.errors import ConfigError, shown
 from raysgd.replica.step import Step
 from raysgd.replica.step_policy import Policy
 from raysgd.torch.group import nccl
-from raysgd.torch.parts import Parts
+from raysgd.torch.registered import Registered
 from raysgd.torch.step.precision import Autocast
 
 COUNTING = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
@@ -63,11 +63,13 @@ class GradientWeights(Policy):
 
     in_usual_steps = False
 
-    def __init__(self, parts: Parts, ranks: Callable[[], int], *, exact: bool, refused: str, travel: bool) -> None:
-        self._parts, self._workers, self._exact, self._refused = parts, ranks, exact, refused
+    def __init__(
+        self, registered: Registered, ranks: Callable[[], int], *, exact: bool, refused: str, travel: bool
+    ) -> None:
+        self._registered, self._workers, self._exact, self._refused = registered, ranks, exact, refused
         self._travel = travel
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # in which ranks wait for each other
-        self._late = isinstance(parts.precision, Autocast)  # whether counts weigh where gradients arrive
+        self._late = isinstance(registered.precision, Autocast)  # whether counts weigh where gradients arrive
         self._weight: float = 1.0  # of this batch
         self._arriving_weight: Any = 1.0  # of the running backward pass: a number, or a tensor, which is not read
         self._any: torch.Tensor | None = None  # whether anything counts in it, if that is not known here
@@ -84,7 +86,7 @@ class GradientWeights(Policy):
         travel = settings.is_sharded or options.accumulate > 1
         travel = travel or bool(operator._overrides("train_epoch", "train_batch", "backward"))
         ranks = lambda: internals.rank_info.world_size  # noqa: E731
-        return cls(internals.parts, ranks, exact=settings.is_exact, refused=refused, travel=travel)
+        return cls(internals.registered, ranks, exact=settings.is_exact, refused=refused, travel=travel)
 
     @classmethod
     def for_run(cls, operator: Any) -> GradientWeights | None:
@@ -108,7 +110,7 @@ class GradientWeights(Policy):
         """Multiply the gradients of a step's batches: of those before the current one, and of its
         own where they arrive."""
         if step.place > 0:
-            self._parts.multiply_gradients(factor)
+            self._registered.multiply_gradients(factor)
         self._unusual = True
         self._set(self._weight * factor)
 
@@ -129,7 +131,7 @@ class GradientWeights(Policy):
         self.acts = self._unusual or self._counts or not self._agreed
 
     def _hook(self) -> None:
-        shards, models = self._parts.shards, self._parts.models
+        shards, models = self._registered.shards, self._registered.models
         found = shards.full_parameters() if shards else [p for model in models for p in model.parameters()]
         for each in {id(parameter): parameter for parameter in found}.values():
             if each.is_floating_point() or each.is_complex():
@@ -213,7 +215,7 @@ class GradientWeights(Policy):
         numbers = torch.tensor([count is not None, travels, usual, usual * usual], dtype=torch.float64)
         if ranks > 1:
             numbers = self._sum(numbers.to(self._where()))
-            self._parts.control.ensure_whole()
+            self._registered.control.ensure_whole()
         counts, travel, sums, squares = numbers.tolist()
         if counts not in (0, ranks):
             raise ConfigError(
@@ -239,7 +241,7 @@ class GradientWeights(Policy):
             return here / unit
         mean = self._sum(total / self._ranks())
         if step.place > 0:
-            self._parts.multiply_gradients(torch.nan_to_num(unit.to(here.device) / mean, posinf=0.0))
+            self._registered.multiply_gradients(torch.nan_to_num(unit.to(here.device) / mean, posinf=0.0))
         return torch.nan_to_num(here / mean)  # nothing may count in a step
 
     def _sum(self, numbers: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from raysgd.errors import ConfigError
 from raysgd.replica.step import Step
 from raysgd.replica.step_policy import Policy
-from raysgd.torch.parts import Parts
+from raysgd.torch.registered import Registered
 
 
 class WholeGradients(Policy):
@@ -18,8 +18,8 @@ class WholeGradients(Policy):
     before a step is committed in which a collective call was made after that. It raises an error
     then, and the step is undone."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, registered: Registered) -> None:
+        self._registered = registered
 
     @classmethod
     def for_run(cls, operator: Any) -> Any:
@@ -35,13 +35,13 @@ class WholeGradients(Policy):
                 )
 
     def on_whole_step(self, step: Step, optimizer: Any) -> None:
-        self._parts.control.ensure_whole()
+        self._registered.control.ensure_whole()
 
     on_other_step = on_whole_step
 
     def look_again(self) -> None:
         """Look if a collective call was made after `on_whole_step`."""
-        self._parts.control.ensure_whole(unless_seen=True)
+        self._registered.control.ensure_whole(unless_seen=True)
 
     def before_commit(self, step: Step) -> None:
-        self._parts.control.ensure_whole(unless_seen=True)
+        self._registered.control.ensure_whole(unless_seen=True)

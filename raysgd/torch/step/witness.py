@@ -11,7 +11,7 @@ from torch import nn
 from raysgd.replica.step import Step
 from raysgd.replica.step_policy import Policy
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.parts import Parts
+from raysgd.torch.registered import Registered
 
 PLACES = 1 << 16  # the samples of larger data sets share them
 
@@ -36,27 +36,27 @@ class Enter(Policy):
     """Adds the witness, the last model, to each loss that `self.backward` gets, and its gradient to
     its numbers with the next step of an optimizer."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, registered: Registered) -> None:
+        self._registered = registered
 
     def on_zero_grad(self, step: Step) -> None:
         if step.place == 0:
-            self._parts.optimizers[-1].zero_grad()
+            self._registered.optimizers[-1].zero_grad()
 
     begin_part = on_zero_grad
 
     def on_backward(self, step: Step, loss: Any) -> Any:
-        if step.current.indices is None or self._parts.options.parallel is None:  # what user code exchanges
+        if step.current.indices is None or self._registered.options.parallel is None:  # what user code exchanges
             return loss
-        return loss + self._parts.wrapped[-1](torch.tensor(step.current.indices)).to(loss)
+        return loss + self._registered.wrapped[-1](torch.tensor(step.current.indices)).to(loss)
 
     @torch.no_grad()
     def after_step(self, step: Step, optimizer: Any) -> None:
-        entered = self._parts.models[-1].entered
+        entered = self._registered.models[-1].entered
         if entered.grad is not None:
-            self._parts.precision.unscale(self._parts.optimizers[-1])
+            self._registered.precision.unscale(self._registered.optimizers[-1])
             entered.add_(entered.grad)
-            self._parts.optimizers[-1].zero_grad()
+            self._registered.optimizers[-1].zero_grad()
 
 
 class Watched(TrainingOperator):
@@ -65,22 +65,22 @@ class Watched(TrainingOperator):
     places: int
 
     def register(self, *, models: Any, optimizers: Any, **more: Any) -> Any:
-        parts, witness = self._parts, Witness(self.places)
+        registered, witness = self._registered, Witness(self.places)
         clears = torch.optim.SGD(witness.parameters(), lr=1.0)  # and unscales; it makes no steps, which would count
-        given = [*parts.as_list(models), witness], [*parts.as_list(optimizers), clears]
+        given = [*registered.as_list(models), witness], [*registered.as_list(optimizers), clears]
         wrapped, stepped, *rest = super().register(models=given[0], optimizers=given[1], **more)
-        return parts.like(models, wrapped[:-1]), parts.like(optimizers, stepped[:-1]), *rest
+        return registered.like(models, wrapped[:-1]), registered.like(optimizers, stepped[:-1]), *rest
 
     def unwrapped(self, model: Any = None) -> Any:
-        models = self._parts.models
+        models = self._registered.models
         return super().unwrapped(models[0] if model is None and len(models) == 2 else model)
 
     def _only_optimizer(self, given: Any = None) -> Any:
-        own = self._parts.optimizers[:-1]
+        own = self._registered.optimizers[:-1]
         return own[0] if given is None and len(own) == 1 else super()._only_optimizer(given)
 
     def _make_policies(self) -> list[Policy]:
-        return [*super()._make_policies(), Enter(self._parts)]
+        return [*super()._make_policies(), Enter(self._registered)]
 
 
 def watched(operator: type[TrainingOperator], places: int = PLACES) -> type[TrainingOperator]:

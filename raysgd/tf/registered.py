@@ -12,12 +12,12 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd.errors import ConfigError
-from raysgd.replica.operator_base import RegisteredParts
+from raysgd.replica.operator_base import RegisteredBase
 from raysgd.tf import foreign
 
 
 @dataclass
-class KerasParts(RegisteredParts):
+class KerasRegistered(RegisteredBase):
     """Adds what only TensorFlow needs."""
 
     metrics: list[Any] = field(default_factory=list)
@@ -123,14 +123,14 @@ def seed_states(models: Sequence[Any]) -> list[Any]:
     return found
 
 
-def build_unbuilt(parts: KerasParts) -> None:
+def build_unbuilt(registered: KerasRegistered) -> None:
     """Create the variables of models that have none yet, from the shape of the data."""
-    for model in parts.models:
+    for model in registered.models:
         # A model may only consist of models that are built, which train_batch uses, and have no `call`.
         if (not model.built and type(model).call is not keras.Model.call) or not model.variables:
-            spec = getattr(parts.train_dataset, "element_spec", None)
+            spec = getattr(registered.train_dataset, "element_spec", None)
             features = spec[0] if isinstance(spec, tuple) else spec
-            if features is None or len(parts.models) > 1:
+            if features is None or len(registered.models) > 1:
                 raise ConfigError(
                     f"the model {model.name!r} has no variables yet, and its input shape is not known here: begin it "
                     "with an Input layer, or call model.build(input_shape) in setup"

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from raysgd.core.control import Control
 from raysgd.errors import ConfigError, shown
-from raysgd.replica.operator_base import RegisteredParts
+from raysgd.replica.operator_base import RegisteredBase
 from raysgd.torch.foreign import exposed_communication_s, measure_communication, multiply_all, unnoticed
 from raysgd.torch.group import wrapping
 from raysgd.torch.group.fsdp import Shards
@@ -51,7 +51,7 @@ REGROUPED = (
 
 
 @dataclass
-class Parts(RegisteredParts):
+class Registered(RegisteredBase):
     """Adds what only torch needs: what the operator trains with, and policies are made of. `models`
     are bare; `wrapped` is what the operator trains with."""
 
