@@ -107,7 +107,7 @@ def test_the_time_between_two_steps_counts(clock: Clock) -> None:
 def test_only_steps_that_were_made_are_measured(outcome: Outcome, failed: bool, took: float, clock: Clock) -> None:
     absent: Any = dict.fromkeys(("keep_batch", "part_states"))
     solo, weigh = SimpleNamespace(solo=True), SimpleNamespace()
-    internals = SimpleNamespace(**absent, parts=SimpleNamespace(calls=None), rank_info=solo, weigh=weigh)
+    internals = SimpleNamespace(**absent, registered=SimpleNamespace(calls=None), rank_info=solo, weigh=weigh)
     dealer, made = Dealer(4, internals, torch.device("cpu")), Step(Drawn(None, 8))
     dealer.begin_part(made)
     clock.now += 2.0
