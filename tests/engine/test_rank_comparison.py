@@ -21,7 +21,7 @@ from tests.peek import parts_of
 def operator(model: nn.Module, **attributes: Any) -> Any:
     """Return what is read of an operator."""
     parts = SimpleNamespace(models=[model], wrapped=[model], criterion=None)
-    return SimpleNamespace(model=model, _internals=SimpleNamespace(parts=parts), **attributes)
+    return SimpleNamespace(model=model, _internals=SimpleNamespace(registered=parts), **attributes)
 
 
 def net(seed: int = 0) -> nn.Module:

@@ -17,7 +17,7 @@ def made(lr: float, scheduler: Any = None) -> Any:
     second = torch.optim.Adam([{"params": nn.Linear(1, 1).parameters(), "lr": 0.3}], lr=lr)
     schedulers = [] if scheduler is None else [scheduler(first)]
     parts = SimpleNamespace(optimizers=[first, second], schedulers=schedulers)
-    return SimpleNamespace(_internals=SimpleNamespace(parts=parts, leave_out_warning=lambda text: None))
+    return SimpleNamespace(_internals=SimpleNamespace(registered=parts, leave_out_warning=lambda text: None))
 
 
 def test_only_values_from_the_config_are_changed() -> None:
