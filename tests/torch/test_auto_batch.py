@@ -628,7 +628,8 @@ class Validated(Curve):
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
         data = [(row, row) for row in range(23)]
-        self.register_data(train_loader=self._registered.train_loader, validation_loader=DataLoader(data, batch_size=2))  # type: ignore[arg-type]
+        loader = DataLoader(data, batch_size=2)  # type: ignore[arg-type]
+        self.register_data(train_loader=self._registered.train_loader, validation_loader=loader)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         Cluster.running.notes.append((batch_info["batch_idx"], batch[0].tolist()))

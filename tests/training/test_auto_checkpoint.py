@@ -488,7 +488,7 @@ def test_a_worker_that_fails_while_it_writes_is_no_error(tmp_path: Path, caplog:
 
 
 def test_no_call_raises_what_the_folder_has_not_looked_at_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that begins when the worker of an automatic checkpoint has failed could raise that, which is no error."""
+    """A call that begins when the worker of an automatic checkpoint has failed must not raise that failure, which its folder handles."""
 
     def lost(*_: Any) -> None:
         raise WriterFailed("gone")

@@ -1,5 +1,4 @@
-"""What options do to a step: each is a policy that gets the `Step`. `step_order` lists them.
-Worker."""
+"""What options do to a step: each is a policy that gets the `Step`. `order` lists them. Worker."""
 
 from __future__ import annotations
 
