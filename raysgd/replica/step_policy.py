@@ -26,9 +26,9 @@ class Policy:
     for_each_part = False
 
     @classmethod
-    def for_run(cls, operator: Any) -> Policy | None:
-        """Return what takes part in the steps of this operator, None if its run does not need that.
-        Called after `setup`."""
+    def for_run(cls, run: Any) -> Policy | None:
+        """Return what takes part in the steps of the operator with these internals, None if its run
+        does not need that. Called after `setup`."""
         raise NotImplementedError
 
     def acts_in(self, method: str) -> bool:

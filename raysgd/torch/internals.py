@@ -28,6 +28,7 @@ class TorchInternals(Internals):
     """Adds what only torch needs: policies that the replica asks, or that act also where they take
     part in no step.
 
+    operator       whose they are
     gives_batches  whether methods of the user get batches
     counted        by the default `train_batch`, for the backward pass that it begins
     """
@@ -40,19 +41,30 @@ class TorchInternals(Internals):
     def __init__(
         self, operator: Any, settings: TorchSettings, rank_info: RankInfo | None, registered: Registered
     ) -> None:
-        device = operator.device
+        self.operator, self.device = operator, (device := operator.device)
         make_meter = AverageMeterCollection if device.type == "cpu" else DeviceMeters
         super().__init__(settings, rank_info, registered, make_meter=make_meter)
-        self.gives_batches = operator._has_own_steps or bool(operator._overrides(*GET_BATCHES))
+        self.makes_own_steps: bool = operator._has_own_steps
+        self.gives_batches = self.makes_own_steps or bool(self.changed(*GET_BATCHES))
         self.whole = WholeGradients(registered) if settings.asynchronous else None
         self.profiler = None if settings.profiler is None else Profiler(settings.profiler)
-        self.weigh = GradientWeights.of(operator, self)
-        self.skip_step = SkipStep.of(operator, self)
+        self.weigh = GradientWeights.of(self)
+        self.skip_step = SkipStep.of(self)
         self.part_states = PartStates(type(operator), registered, device, always=settings.is_sharded)
         self.buffers = RestoreBuffers(registered)
-        self.keep_batch = KeepBatch.of(operator, self)
+        self.keep_batch = KeepBatch.of(self)
         by_speed = settings.elastic.shares == "speed"
         self.dealer = Dealer(settings.all_parts, self, device) if by_speed else None
+
+    def changed(self, *names: str) -> list[str]:
+        """Return which of these methods of the operator the user has changed."""
+        names_of_user: list[str] = self.operator._overrides(*names)
+        return names_of_user
+
+    @property
+    def acts_in_steps(self) -> bool:
+        """Whether code of the user acts in the operator's steps."""
+        return bool(self.changed("train_epoch", "train_batch", "backward", "step", "on_step"))
 
     def join(self, rank_info: RankInfo) -> None:
         super().join(rank_info)

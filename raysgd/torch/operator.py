@@ -103,7 +103,7 @@ class TrainingOperator(Registering):
         self._note_steps(registered.optimizers)  # after the hooks of the user
 
     def _make_policies(self) -> list[Policy]:
-        return policies_for(self)
+        return policies_for(self._internals)
 
     def _check_attributes(self) -> None:
         """Refuse what `setup` has set and training cannot use, and warn of mistakes."""
@@ -277,11 +277,6 @@ class TrainingOperator(Registering):
 
     def _epoch_info(self, num_steps: int | None) -> Mapping[str, Any]:
         return {NUM_STEPS: num_steps, USE_FP16: self.use_fp16}
-
-    @property
-    def _acts_in_steps(self) -> bool:
-        """Whether code of the user acts in its steps."""
-        return bool(self._overrides("train_epoch", "train_batch", "backward", "step", "on_step"))
 
     def _overrides(self, *names: str) -> list[str]:
         """Find which of these methods the user has changed, in a class or on the object."""

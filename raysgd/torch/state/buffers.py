@@ -65,8 +65,8 @@ class RestoreBuffers(Policy):
         self._pairs: list[Pair] = []
 
     @classmethod
-    def for_run(cls, operator: Any) -> RestoreBuffers | None:
-        return operator._internals.buffers if operator._settings.adds_parts else None
+    def for_run(cls, run: Any) -> RestoreBuffers | None:
+        return run.buffers if run.settings.adds_parts else None
 
     def joined(self) -> None:
         """Let all ranks agree again in their next step, because a generation begins."""

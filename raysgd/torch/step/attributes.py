@@ -66,8 +66,8 @@ class WatchAttributes(Policy):
         self._named = set[str]()  # what was said, with raysgd's own names
 
     @classmethod
-    def for_run(cls, operator: Any) -> WatchAttributes | None:
-        return operator._internals.attributes if operator._acts_in_steps and not operator._has_own_steps else None
+    def for_run(cls, run: Any) -> WatchAttributes | None:
+        return run.attributes if run.acts_in_steps and not run.makes_own_steps else None
 
     def begin_loop(self, feed: Feed) -> None:
         position, self._leads = feed.position, feed.rank_info.world_rank == 0

@@ -96,15 +96,15 @@ class KeepBatch(Policy):
         self._info = NotingInfo()  # of the newest batch
 
     @classmethod
-    def of(cls, operator: Any, internals: Any) -> KeepBatch:
-        method = (operator._overrides("train_batch", "train_epoch") or ["train_batch"])[0]
-        why = MAKES_STEPS if operator._has_own_steps else RESIZES if operator._overrides("resized") else None
-        parts, settings, ranks_read = internals.registered, internals.settings, internals.ranks_read
-        return cls(parts, settings, internals.position, why, ranks_read=ranks_read, method=method)
+    def of(cls, run: Any) -> KeepBatch:
+        method = (run.changed("train_batch", "train_epoch") or ["train_batch"])[0]
+        why = MAKES_STEPS if run.makes_own_steps else RESIZES if run.changed("resized") else None
+        named = {"ranks_read": run.ranks_read, "method": method}
+        return cls(run.registered, run.settings, run.position, why, **named)
 
     @classmethod
-    def for_run(cls, operator: Any) -> KeepBatch | None:
-        return operator._internals.keep_batch if operator._settings.in_parts else None
+    def for_run(cls, run: Any) -> KeepBatch | None:
+        return run.keep_batch if run.settings.in_parts else None
 
     @property
     def _reason(self) -> Violation | None:

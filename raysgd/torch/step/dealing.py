@@ -99,8 +99,8 @@ class Dealer(Policy):
             self._deal(internals.rank_info, [None] * internals.rank_info.world_size)
 
     @classmethod
-    def for_run(cls, operator: Any) -> Dealer | None:
-        return operator._internals.dealer if operator._settings.in_parts else None
+    def for_run(cls, run: Any) -> Dealer | None:
+        return run.dealer if run.settings.in_parts else None
 
     def joined(self, rank_info: RankInfo) -> None:
         """Deal with the other ranks of a new generation."""

@@ -42,10 +42,10 @@ class RestoreWeights(Policy):
         self._states: list[tuple[Any, dict[str, Any]]] = []  # of optimizers, before a step with a closure
 
     @classmethod
-    def for_run(cls, operator: Any) -> RestoreWeights | None:
-        settings, moves = operator._settings, operator._overrides("train_epoch", "train_batch")
+    def for_run(cls, run: Any) -> RestoreWeights | None:
+        settings, moves = run.settings, run.changed("train_epoch", "train_batch")
         needed = moves and settings.adds_parts and settings.options.parallel != "fsdp"
-        return cls(operator._registered) if needed else None
+        return cls(run.registered) if needed else None
 
     def kept(self, step: Step) -> list[torch.Tensor]:
         if step.place > 0:

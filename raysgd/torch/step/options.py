@@ -45,9 +45,9 @@ class Clip(Policy):
         self.option = f"clip_value={self._value}" if self._norm is None else f"clip_norm={self._norm}"
 
     @classmethod
-    def for_run(cls, operator: Any) -> Clip | None:
-        options = operator._settings.options
-        return None if options.clip_norm is options.clip_value is None else cls(operator._registered)
+    def for_run(cls, run: Any) -> Clip | None:
+        options = run.settings.options
+        return None if options.clip_norm is options.clip_value is None else cls(run.registered)
 
     def on_gradients(self, step: Step, optimizer: Any) -> bool:
         parameters = self._registered.stepped_by(optimizer)
@@ -73,9 +73,9 @@ class Hold(Policy):
         self._registered, self._held = registered, False
 
     @classmethod
-    def for_run(cls, operator: Any) -> Hold | None:
-        settings = operator._settings
-        return cls(operator._registered) if settings.options.accumulate > 1 or settings.in_parts else None
+    def for_run(cls, run: Any) -> Hold | None:
+        settings = run.settings
+        return cls(run.registered) if settings.options.accumulate > 1 or settings.in_parts else None
 
     def begin_part(self, step: Step) -> None:
         if self._held or not step.closing:
@@ -115,11 +115,11 @@ class Accumulate(Policy):
         self.option = f"accumulate={self._size}"
 
     @classmethod
-    def for_run(cls, operator: Any) -> Accumulate | None:
-        internals, settings = operator._internals, operator._settings
+    def for_run(cls, run: Any) -> Accumulate | None:
+        settings = run.settings
         if settings.options.accumulate == 1:
             return None
-        return cls(operator._registered, internals.weigh, exact=settings.is_exact, warn=internals.warn_once)
+        return cls(run.registered, run.weigh, exact=settings.is_exact, warn=run.warn_once)
 
     def begin_part(self, step: Step) -> None:
         drawn = step.current
@@ -187,15 +187,10 @@ class RestoreSettings(Policy):
         self._registered = registered
 
     @classmethod
-    def for_run(cls, operator: Any) -> RestoreSettings | None:
-        settings, registered = operator._settings, operator._registered
+    def for_run(cls, run: Any) -> RestoreSettings | None:
+        settings, registered = run.settings, run.registered
         # Whether code besides an optimizer may set its rate.
-        sets = (
-            registered.schedulers
-            or operator._acts_in_steps
-            or operator._overrides("zero_grad")
-            or operator._has_metrics
-        )
+        sets = registered.schedulers or run.acts_in_steps or run.changed("zero_grad") or run.operator._has_metrics
         return cls(registered) if settings.options.accumulate > 1 or (settings.adds_parts and sets) else None
 
     def kept(self, step: Step) -> tuple[list[dict[str, Any]], list[Any]]:
@@ -239,8 +234,8 @@ class RestoreMetrics(Policy):
         self._metric: Any = registered.metrics.get("train")
 
     @classmethod
-    def for_run(cls, operator: Any) -> RestoreMetrics | None:
-        return cls(operator._registered) if "train" in operator._registered.metrics else None
+    def for_run(cls, run: Any) -> RestoreMetrics | None:
+        return cls(run.registered) if "train" in run.registered.metrics else None
 
     def begin_part(self, step: Step) -> None:
         self.end_step(step)
@@ -261,8 +256,8 @@ class CallOnStep(Policy):
         self._feed: Feed | None = None
 
     @classmethod
-    def for_run(cls, operator: Any) -> CallOnStep | None:
-        return cls(operator.on_step) if operator._overrides("on_step") else None
+    def for_run(cls, run: Any) -> CallOnStep | None:
+        return cls(run.operator.on_step) if run.changed("on_step") else None
 
     def begin_loop(self, feed: Feed) -> None:
         self._feed = feed
@@ -284,9 +279,9 @@ class ReadAhead(Policy):
         self._feed: Feed | None = None
 
     @staticmethod
-    def is_wanted(operator: Any) -> bool:
-        options = operator._settings.options
-        return options.read_ahead and options.accumulate == 1 and not operator._acts_in_steps
+    def is_wanted(run: Any) -> bool:
+        options = run.settings.options
+        return options.read_ahead and options.accumulate == 1 and not run.acts_in_steps
 
     def begin_loop(self, feed: Feed) -> None:
         stepped = (*self._registered.optimizers, *self._registered.schedulers)
@@ -313,11 +308,11 @@ class DuringExchange(ReadAhead):
         self._asked = self._waited = self._arrived = self._read = 0.0
 
     @classmethod
-    def for_run(cls, operator: Any) -> DuringExchange | None:
-        settings = operator._settings
-        if operator.device.type != "cpu" or not (settings.distributed and settings.wrap_ddp):
+    def for_run(cls, run: Any) -> DuringExchange | None:
+        settings = run.settings
+        if run.device.type != "cpu" or not (settings.distributed and settings.wrap_ddp):
             return None
-        return cls(operator._registered, operator.timers, operator._internals.pace, reads=cls.is_wanted(operator))
+        return cls(run.registered, run.operator.timers, run.pace, reads=cls.is_wanted(run))
 
     def begin_loop(self, feed: Feed) -> None:
         self._several, self._counts, self._skipped = feed.rank_info.world_size > 1, 1, 0
@@ -375,9 +370,9 @@ class ReadAfterLaunch(ReadAhead):
     policies that wait."""
 
     @classmethod
-    def for_run(cls, operator: Any) -> ReadAfterLaunch | None:
-        on_gpu = operator.device.type != "cpu"
-        return cls(operator._registered, operator.timers) if on_gpu and cls.is_wanted(operator) else None
+    def for_run(cls, run: Any) -> ReadAfterLaunch | None:
+        on_gpu = run.device.type != "cpu"
+        return cls(run.registered, run.operator.timers) if on_gpu and cls.is_wanted(run) else None
 
     def _suits(self, feed: Feed) -> bool:
         if suits := isinstance(feed.source, PlannedSource):  # which knows that there is a next batch

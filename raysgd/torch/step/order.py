@@ -52,6 +52,6 @@ IN_ORDER: tuple[type[Policy], ...] = (
 )
 
 
-def policies_for(operator: Any) -> list[Policy]:
-    """Collect what takes part in the steps of an operator."""
-    return [policy for each in IN_ORDER if (policy := each.for_run(operator)) is not None]
+def policies_for(run: Any) -> list[Policy]:
+    """Collect what takes part in the steps of the operator with these internals."""
+    return [policy for each in IN_ORDER if (policy := each.for_run(run)) is not None]

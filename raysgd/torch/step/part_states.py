@@ -56,8 +56,8 @@ class PartStates(Policy):
         self._undone: tuple[int, dict[int, dict[str, Any]]] = (0, {})
 
     @classmethod
-    def for_run(cls, operator: Any) -> Any:
-        return operator._internals.part_states
+    def for_run(cls, run: Any) -> Any:
+        return run.part_states
 
     @property
     def in_usual_steps(self) -> bool:  # type: ignore[override]

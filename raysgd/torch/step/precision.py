@@ -27,8 +27,8 @@ class Precision(Policy):
     key = ""
 
     @classmethod
-    def for_run(cls, operator: Any) -> Any:
-        return operator._registered.precision
+    def for_run(cls, run: Any) -> Any:
+        return run.registered.precision
 
     def prepare(self, models: list[Any], optimizers: list[Any], args: dict[str, Any]) -> tuple[list[Any], list[Any]]:
         """The models and optimizers to use. Called at registration, before the models are

@@ -47,8 +47,8 @@ class Profiler(TraceKeeper, Policy):
         self._profile: Any = None
 
     @classmethod
-    def for_run(cls, operator: Any) -> Any:
-        return operator._internals.profiler
+    def for_run(cls, run: Any) -> Any:
+        return run.profiler
 
     def begin_loop(self, feed: Feed) -> None:
         """Record the epoch if this rank is to be recorded, in one of the first calls."""

@@ -106,16 +106,16 @@ class SkipStep(Policy):
         self.skipped = 0
 
     @classmethod
-    def of(cls, operator: Any, internals: Any) -> SkipStep:
-        if (rule := internals.settings.options.on_nonfinite) is not None and operator._has_own_steps:
+    def of(cls, run: Any) -> SkipStep:
+        if (rule := run.settings.options.on_nonfinite) is not None and run.makes_own_steps:
             raise ConfigError(
-                f"on_nonfinite={rule!r} is for operators, and {type(operator).__name__} makes its steps itself: leave it out"
+                f"on_nonfinite={rule!r} is for operators, and {type(run.operator).__name__} makes its steps itself: leave it out"
             )
-        return cls(internals.registered, internals.position, operator.device)
+        return cls(run.registered, run.position, run.device)
 
     @classmethod
-    def for_run(cls, operator: Any) -> SkipStep | None:
-        return operator._internals.skip_step if operator._settings.options.on_nonfinite is not None else None
+    def for_run(cls, run: Any) -> SkipStep | None:
+        return run.skip_step if run.settings.options.on_nonfinite is not None else None
 
     @property
     def _control(self) -> Control:

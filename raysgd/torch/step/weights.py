@@ -78,20 +78,20 @@ class GradientWeights(Policy):
         self.joined()
 
     @classmethod
-    def of(cls, operator: Any, internals: Any) -> GradientWeights:
-        settings, options = internals.settings, internals.settings.options
+    def of(cls, run: Any) -> GradientWeights:
+        settings, options = run.settings, run.settings.options
         against = "gradients='ranks'" if settings.averages_gradients else "parallel=None on several workers"
         refused = against if settings.adds_parts and not settings.is_exact else ""
         # Where training a batch again would repeat more than a default method does.
         travel = settings.is_sharded or options.accumulate > 1
-        travel = travel or bool(operator._overrides("train_epoch", "train_batch", "backward"))
-        ranks = lambda: internals.rank_info.world_size  # noqa: E731
-        return cls(internals.registered, ranks, exact=settings.is_exact, refused=refused, travel=travel)
+        travel = travel or bool(run.changed("train_epoch", "train_batch", "backward"))
+        ranks = lambda: run.rank_info.world_size  # noqa: E731
+        return cls(run.registered, ranks, exact=settings.is_exact, refused=refused, travel=travel)
 
     @classmethod
-    def for_run(cls, operator: Any) -> GradientWeights | None:
-        settings = operator._settings
-        return operator._internals.weigh if settings.is_exact or settings.options.accumulate > 1 else None
+    def for_run(cls, run: Any) -> GradientWeights | None:
+        settings = run.settings
+        return run.weigh if settings.is_exact or settings.options.accumulate > 1 else None
 
     def _ranks(self) -> int:
         return self._workers() if self._exact and dist.is_initialized() else 1

@@ -22,8 +22,8 @@ class WholeGradients(Policy):
         self._registered = registered
 
     @classmethod
-    def for_run(cls, operator: Any) -> Any:
-        return operator._internals.whole
+    def for_run(cls, run: Any) -> Any:
+        return run.whole
 
     def require_hooks(self, optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:
