@@ -10,8 +10,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from raysgd.config import ElasticConfig
+from raysgd.core.decisions.policy import Recovery
 from raysgd.core.lazy import REFUSED, OldModules, lazy_names
-from raysgd.core.policy import Recovery
 from raysgd.errors import (
     CheckpointError,
     ClusterError,
@@ -30,7 +30,7 @@ from raysgd.errors import (
 from raysgd.version import __version__
 
 if TYPE_CHECKING:
-    from raysgd.core.speed import RankSpeed, Speed
+    from raysgd.core.measures.speed import RankSpeed, Speed
     from raysgd.engine.engine import shutdown_all
     from raysgd.replica.seeding import seed_for
     from raysgd.tf.trainer import TFTrainer as TFTrainer
@@ -75,8 +75,8 @@ _HOMES = {
     "TrainingOptions": "raysgd.torch.options",
     "CreatorOperator": "raysgd.torch.creators",
     "TFTrainer": "raysgd.tf.trainer",
-    "Speed": "raysgd.core.speed",
-    "RankSpeed": "raysgd.core.speed",
+    "Speed": "raysgd.core.measures.speed",
+    "RankSpeed": "raysgd.core.measures.speed",
     "shutdown_all": "raysgd.engine.engine",
     "AutoCheckpoint": "raysgd.trainer.auto_checkpoint",
     "PyTorchTrainer": REFUSED,

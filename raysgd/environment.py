@@ -1,9 +1,15 @@
-"""What environment variables set: read here, and checked. Both."""
+"""What environment variables set, which is read and checked here; and whether a file is installed.
+Both."""
 
 from __future__ import annotations
 
 import os
 import re
+import site
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
 
 from raysgd.errors import ConfigError
 
@@ -52,3 +58,20 @@ def flag_from_environment(name: str, *, default: bool = False) -> bool:
 def start_limit_s() -> float:
     """How long the start of workers may wait for room in the cluster."""
     return float(seconds_from_environment(START_LIMIT, 100))
+
+
+@cache
+def is_installed(file: str) -> bool:
+    """Whether a file or folder belongs to Python or an installed package, also in another
+    environment that PYTHONPATH or a .pth file names."""
+    path = Path(file)
+    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts) or any(
+        path.is_relative_to(root) for root in _installed()
+    )
+
+
+@cache
+def _installed() -> list[Path]:
+    roots = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    roots |= {*site.getsitepackages(), site.getusersitepackages(), sys.prefix, sys.base_prefix}
+    return [path for root in roots if root for path in {Path(root), Path(root).resolve()}]

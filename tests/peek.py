@@ -148,16 +148,16 @@ def set_limits(
 ) -> None:
     """Set how long a shutdown waits for a call in another thread, how long before its end a machine is assumed to be announced, how long
     Ctrl-C waits for the workers, and how many times longer the end of a worker and its CPUs are waited for."""
-    from raysgd.core import policy
+    from raysgd.core.decisions import policy
     from raysgd.engine import call, engine
-    from raysgd.workers import cluster
+    from raysgd.workers.cluster import nodes
 
     for module, name, seconds in (
         (engine, "RELEASE_S", release_s),
         (policy, "ASSUMED_NOTICE_S", notice_s),
         (call, "CTRL_C_S", ctrl_c_s),
-        (cluster, "ENDED_S", freed_times * cluster.ENDED_S),
-        (cluster, "FREED_S", freed_times * cluster.FREED_S),
+        (nodes, "ENDED_S", freed_times * nodes.ENDED_S),
+        (nodes, "FREED_S", freed_times * nodes.FREED_S),
     ):
         if seconds is not None:
             patch.setattr(module, name, seconds)

@@ -18,12 +18,12 @@ from typing import Any
 
 from raysgd import train
 from raysgd.config import ElasticConfig
-from raysgd.core.blobs import Blob
+from raysgd.core.channel.blobs import Blob
+from raysgd.core.channel.messages import FunctionReport, StartDealer
 from raysgd.core.control import Control
-from raysgd.core.messages import FunctionReport, StartDealer
-from raysgd.core.metrics import Measured
+from raysgd.core.measures.metrics import Measured
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import Interrupted
-from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.replica import evaluation

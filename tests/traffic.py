@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from raysgd.core.connection import ControlAddress
-from raysgd.core.frames import DRIVER, GREETING, NUMBER_BYTES, PROOF_BYTES, SIZES, WORKER
+from raysgd.core.channel.connection import ControlAddress
+from raysgd.core.channel.frames import DRIVER, GREETING, NUMBER_BYTES, PROOF_BYTES, SIZES, WORKER
 from raysgd.workers.events import Event, MessageReceived
 
 __all__ = ["Events", "Passed", "Runs", "Tap", "note", "units"]

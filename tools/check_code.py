@@ -269,7 +269,7 @@ def findings() -> Iterator[str]:
     yield from foreign_names()
     for path in [*FILES, *OTHERS]:
         yield from (f"{path}: {wrong}" for wrong in too_long(path))
-    for path in sorted(path for package in RUNS_SOMEWHERE for path in (ROOT / "raysgd" / package).glob("*.py")):
+    for path in sorted(path for package in RUNS_SOMEWHERE for path in (ROOT / "raysgd" / package).rglob("*.py")):
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         if not docstring.partition("\n\n")[0].endswith(("Driver.", "Worker.", "Both.")):
             yield f"{path}: end the first paragraph with where it runs: Driver., Worker. or Both."

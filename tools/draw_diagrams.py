@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from raysgd.core.sampling_plan import SamplingPlan
+from raysgd.core.decisions.sampling_plan import SamplingPlan
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "diagrams"
 COLOURS = {

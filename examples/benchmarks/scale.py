@@ -21,9 +21,9 @@ from typing import Any
 from report import claim_stdout, emit
 
 from raysgd.config import ElasticConfig, Limits
-from raysgd.core.messages import Interrupt, Message
+from raysgd.core.channel.messages import Interrupt, Message
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import Interrupted, Ok, Outcome
-from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call, SingleWorkerBackend
 from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from raysgd.core.policy import Recovery
-from raysgd.core.progress import Progress
-from raysgd.core.speed import Speed
+from raysgd.core.decisions.policy import Recovery
+from raysgd.core.measures.progress import Progress
+from raysgd.core.measures.speed import Speed
 from raysgd.errors import suggesting_fields
 
 # The key of profiler traces, {file name: bytes}, in a worker's report. Users never see it.

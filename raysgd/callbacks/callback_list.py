@@ -11,7 +11,7 @@ from typing import Any
 
 from raysgd.callbacks.base import Callback, CallResult, Run, Underway
 from raysgd.callbacks.history import History
-from raysgd.core.policy import Recovery
+from raysgd.core.decisions.policy import Recovery
 from raysgd.errors import ConfigError, described
 
 logger = logging.getLogger("raysgd")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from raysgd.callbacks.base import Callback, CallResult, Run
 from raysgd.callbacks.writers import row_of
 from raysgd.config import at_least, one_of
-from raysgd.core.metrics import plain, unmeasured
+from raysgd.core.measures.metrics import plain, unmeasured
 from raysgd.errors import ConfigError, counted
 
 logger = logging.getLogger("raysgd")

@@ -12,7 +12,7 @@ from typing import Any
 from raysgd.callbacks.base import Callback, CallResult, Run, Underway
 from raysgd.callbacks.report import Timeline, page
 from raysgd.callbacks.writers import ROW_FIELDS, import_extra, measured_names, row_of, scalars
-from raysgd.core.policy import Recovery
+from raysgd.core.decisions.policy import Recovery
 from raysgd.errors import ConfigError, text_of
 from raysgd.storage import locations
 

@@ -22,7 +22,7 @@ from raysgd.callbacks.writers import (
     scalars,
     scalars_of_report,
 )
-from raysgd.core.policy import Recovery
+from raysgd.core.decisions.policy import Recovery
 
 DATABASE = "mlflow.db"
 ARTIFACTS = "mlflow_artifacts"

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from raysgd.callbacks.base import Callback, CallResult
 from raysgd.callbacks.writers import scalars
-from raysgd.core.policy import Recovery
+from raysgd.core.decisions.policy import Recovery
 from raysgd.errors import counted, described
 
 OMITTED = ("epoch", "batch_count", "num_samples")

@@ -10,8 +10,8 @@ from typing import Any
 
 from raysgd.callbacks.base import Callback, CallResult, Run, Underway
 from raysgd.callbacks.writers import COUNTS
-from raysgd.core.policy import Recovery
-from raysgd.core.speed import Speed
+from raysgd.core.decisions.policy import Recovery
+from raysgd.core.measures.speed import Speed
 from raysgd.errors import ranked
 
 SHOWN = 6

@@ -13,8 +13,8 @@ from typing import Any
 
 from raysgd.callbacks.base import CallResult, Run, Underway
 from raysgd.callbacks.writers import flat, measured_names, recovery_text, scalars
-from raysgd.core.policy import PHASES, Recovery
-from raysgd.core.speed import Speed
+from raysgd.core.decisions.policy import PHASES, Recovery
+from raysgd.core.measures.speed import Speed
 from raysgd.errors import counted, text_of
 from raysgd.storage.masking import mask
 from raysgd.version import __version__

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from raysgd.callbacks.base import CallResult, Run
 from raysgd.callbacks.writers import Writer, check_rank, import_extra, recovery_scalars, recovery_text, tagged_scalars
-from raysgd.core.policy import Recovery
+from raysgd.core.decisions.policy import Recovery
 
 USER = "TensorBoardCallback"
 DT_STRING = 7  # of tensorboard.compat.proto.types_pb2

@@ -16,7 +16,7 @@ from raysgd.callbacks.writers import (
     recovery_text,
     tagged_scalars,
 )
-from raysgd.core.policy import Recovery
+from raysgd.core.decisions.policy import Recovery
 
 
 class WandbCallback(Writer):

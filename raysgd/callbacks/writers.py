@@ -10,8 +10,8 @@ from typing import Any
 
 from raysgd.callbacks.base import Callback, CallResult, Underway
 from raysgd.config import at_least
-from raysgd.core.metrics import plain
-from raysgd.core.policy import Recovery
+from raysgd.core.decisions.policy import Recovery
+from raysgd.core.measures.metrics import plain
 from raysgd.errors import ConfigError, counted, ranked, text_of
 
 ROW_FIELDS = ("kind", "epoch", "step", "world_size", "seconds")

@@ -21,14 +21,15 @@ import click
 from packaging.requirements import Requirement
 
 from raysgd.cli.printing import Finding, show
-from raysgd.core.network import own_address
+from raysgd.core.channel.network import own_address
 from raysgd.environment import GLOO_INTERFACE
 from raysgd.errors import RaysgdError, counted, described
 from raysgd.torch.group.interfaces import interface_towards
 from raysgd.version import page
-from raysgd.workers.cluster import driver_address, join_running
-from raysgd.workers.keeper import trainers
-from raysgd.workers.ray_control_service import ask
+from raysgd.workers.cluster.connecting import join_running
+from raysgd.workers.cluster.keeper import trainers
+from raysgd.workers.cluster.nodes import driver_address
+from raysgd.workers.cluster.ray_control_service import ask
 
 # Each is imported in a process of its own, because an import can end its process. It prints how many GPUs it sees.
 IMPORTS = {

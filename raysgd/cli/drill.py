@@ -19,7 +19,7 @@ import click
 from raysgd.callbacks.base import Callback, Run, Underway
 from raysgd.cli.printing import Finding, show
 from raysgd.config import ElasticConfig, at_least
-from raysgd.core.policy import Recovery
+from raysgd.core.decisions.policy import Recovery
 from raysgd.errors import ConfigError, counted, described, shown
 
 # Each with the rank that gets it. What only rank 0 has made in `setup`, its successor does not have.

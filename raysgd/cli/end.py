@@ -7,8 +7,8 @@ import logging
 import click
 
 from raysgd.errors import RaysgdError, counted
-from raysgd.workers.cluster import join_running
-from raysgd.workers.keeper import end_trainer
+from raysgd.workers.cluster.connecting import join_running
+from raysgd.workers.cluster.keeper import end_trainer
 
 
 @click.command("end")

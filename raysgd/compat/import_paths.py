@@ -28,7 +28,7 @@ MODULES: dict[str, dict[str, str]] = {
     # RaySGD
     "raysgd.utils": {
         "raysgd.constants": "BATCH_COUNT BATCH_SIZE NUM_SAMPLES",
-        "raysgd.core.average_meters": "AverageMeter AverageMeterCollection",
+        "raysgd.core.measures.average_meters": "AverageMeter AverageMeterCollection",
         "raysgd.compat.utils": "check_for_failure find_free_port override",
         REFUSED: "TimerCollection TimerStat",
     },

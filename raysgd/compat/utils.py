@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from raysgd.core.network import own_address
+from raysgd.core.channel.network import own_address
 
 logger = logging.getLogger(__name__)
 Method = TypeVar("Method")

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from raysgd.core.channel.messages import FunctionReport, StartDealer
 from raysgd.core.hang import is_in_collective
-from raysgd.core.messages import FunctionReport, StartDealer
-from raysgd.core.metrics import Measured
+from raysgd.core.measures.metrics import Measured
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import CollectiveCalls
-from raysgd.core.progress import Progress
 
 REMEMBERED_STEPS = 16
 MIN_INTERVAL_S, REPORTS_PER_S = 0.1, 40

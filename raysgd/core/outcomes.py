@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.core.progress import Progress
+from raysgd.core.measures.progress import Progress
 
 DATA_LOADER, BATCH, GPU = "data loader", "batch", "gpu failure"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from raysgd.core.control import Control
-from raysgd.core.progress import Progress
+from raysgd.core.measures.progress import Progress
 from raysgd.core.ranks import RankInfo
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.core.metrics import Measured
-from raysgd.core.progress import Progress
+from raysgd.core.measures.metrics import Measured
+from raysgd.core.measures.progress import Progress
 from raysgd.core.protocols import Call
 
 Ask = Callable[[Call], "list[Any] | None"]  # make a call on all ranks, and return their values; None: one has failed

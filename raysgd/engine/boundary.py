@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from raysgd.core.messages import BoundaryAnswer, ConfirmBoundary, ProposeBoundary
+from raysgd.core.channel.messages import BoundaryAnswer, ConfirmBoundary, ProposeBoundary
 from raysgd.engine.worker_table import WorkerTable
 
 PATIENCE_S = 0.1

@@ -25,9 +25,9 @@ from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from raysgd.config import ElasticConfig, Limits
+from raysgd.core.decisions.policy import Observation, Recovery, classify
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
-from raysgd.core.policy import Observation, Recovery, classify
-from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.call import (

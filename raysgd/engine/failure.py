@@ -7,9 +7,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from raysgd.core.decisions.policy import Recovery
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import DATA_LOADER, Failed
-from raysgd.core.policy import Recovery
-from raysgd.core.progress import Progress
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.environment import START_LIMIT
 from raysgd.errors import (
@@ -24,8 +24,9 @@ from raysgd.errors import (
     ranked,
     text_of,
 )
+from raysgd.workers.cluster.nodes import Room
 from raysgd.workers.tracebacks import readable
-from raysgd.workers.worker_group import Room, WorkerGroupProtocol
+from raysgd.workers.worker_group import WorkerGroupProtocol
 
 logger = logging.getLogger("raysgd")
 

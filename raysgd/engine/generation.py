@@ -17,11 +17,11 @@ from contextlib import closing
 from typing import Any
 
 from raysgd.config import Limits
-from raysgd.core.lease import GENERATIONS
-from raysgd.core.messages import Interrupt
+from raysgd.core.channel.messages import Interrupt
+from raysgd.core.decisions.lease import GENERATIONS
+from raysgd.core.decisions.policy import UNREACHABLE
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome, WorkerFailed
-from raysgd.core.policy import UNREACHABLE
-from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.ranks import RankInfo, assign_ranks
 from raysgd.core.snapshot import Snapshot, newest_state
@@ -35,7 +35,7 @@ logger = logging.getLogger("raysgd")
 
 ATTEMPTS, MOST_CAUSES = 3, 8
 SLOW_S = 15.0
-# The phase of a recovery (`PHASES` of raysgd.core.policy) to which each question to the workers belongs.
+# The phase of a recovery (`PHASES` of raysgd.core.decisions.policy) to which each question to the workers belongs.
 PHASE_OF = {"leave": "leave", "prepare": "setup", "build": "setup", "attach": "setup", "offer": "join", "join": "join"}
 
 

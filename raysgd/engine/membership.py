@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd.config import ElasticConfig
-from raysgd.core.policy import Observation, is_time_to_leave, leave_within_s
+from raysgd.core.decisions.policy import Observation, is_time_to_leave, leave_within_s
 from raysgd.core.protocols import Call
 from raysgd.engine.failure import check_can_fit, no_room_error, unfinished_error, warn_no_room
 from raysgd.engine.generation import Generation

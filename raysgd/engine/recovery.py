@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from raysgd.config import ElasticConfig
-from raysgd.core import policy
+from raysgd.core.decisions import policy
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import BATCH, DATA_LOADER
-from raysgd.core.progress import Progress
 from raysgd.core.snapshot import Snapshot, newest_state
 from raysgd.engine.call import RunningCall
 from raysgd.engine.failure import cut_short_error, failed_error, raise_user_error, unfinished_error

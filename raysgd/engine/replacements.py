@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable
 
+from raysgd.core.decisions.policy import count_to_launch, is_time_to_join
 from raysgd.core.outcomes import Failed, Ok
-from raysgd.core.policy import count_to_launch, is_time_to_join
 from raysgd.engine.generation import Generation
 from raysgd.engine.watchdog import WARN_PART, collect_unfinished, end_if_silent, warn_of_slow
 from raysgd.engine.worker_table import Stage, WorkerInfo, WorkerTable

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from raysgd.core.lease import LEASE_S
+from raysgd.core.decisions.lease import LEASE_S
+from raysgd.core.decisions.policy import Observation, Recovery
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
-from raysgd.core.policy import Observation, Recovery
-from raysgd.core.progress import Progress
 from raysgd.core.snapshot import newest_state
 from raysgd.engine.call import PartialResults, RunningCall, collect_results_since
 from raysgd.engine.failure import raise_user_error

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from raysgd.core.channel.messages import StackReport
 from raysgd.core.control import longest_silence_s
 from raysgd.core.hang import (
     USERS_PART,
@@ -17,7 +18,6 @@ from raysgd.core.hang import (
     describe_unfinished,
     is_in_collective,
 )
-from raysgd.core.messages import StackReport
 from raysgd.core.outcomes import Outcome
 from raysgd.engine.worker_table import KILLED_S, LOOK_S, WorkerTable
 

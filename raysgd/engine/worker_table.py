@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, Literal, TypeVar
 
-from raysgd.core import messages
-from raysgd.core.gpu_failures import MOST_FAILURES, Gpu, GpuFailures
-from raysgd.core.metrics import Measured
+from raysgd.core.channel import messages
+from raysgd.core.decisions.gpu_failures import MOST_FAILURES, Gpu, GpuFailures
+from raysgd.core.measures.metrics import Measured
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import Failed, GpuFault, Interrupted, Ok, Outcome, WorkerFailed
-from raysgd.core.progress import Progress
 from raysgd.core.snapshot import Snapshot, SnapshotStore
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.worker_group import WorkerGroupProtocol

@@ -15,7 +15,7 @@ from typing import Any
 
 from horovod.runner.http.http_server import OK, RendezvousHandler, RendezvousHTTPServer
 
-from raysgd.core.network import LOOPBACK, listen
+from raysgd.core.channel.network import LOOPBACK, listen
 from raysgd.environment import control_ports
 
 logger = logging.getLogger("raysgd")

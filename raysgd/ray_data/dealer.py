@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from raysgd.core.sampling_plan import SamplingPlan
+from raysgd.core.decisions.sampling_plan import SamplingPlan
 from raysgd.errors import counted
 
 logger = logging.getLogger("raysgd")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raysgd.core.messages import StartDealer
+from raysgd.core.channel.messages import StartDealer
 from raysgd.core.ranks import RankInfo
 from raysgd.core.read_ahead import ReadAhead
 from raysgd.errors import ResourceError

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
-from raysgd.core.metrics import Measured
+from raysgd.core.measures.metrics import Measured
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import Interrupted
-from raysgd.core.progress import Progress
 from raysgd.replica.feed import Source
 from raysgd.replica.internals import Internals
 from raysgd.replica.phases import Phase, phases_of, split

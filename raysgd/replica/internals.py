@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from raysgd.core.average_meters import AverageMeterCollection
+from raysgd.core.measures.average_meters import AverageMeterCollection
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.replica.feed import Feed, NoFeed

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from raysgd.config import at_least
 from raysgd.constants import NUM_SAMPLES
-from raysgd.core.average_meters import copy_metric
-from raysgd.core.metrics import OWN_NAMES, refuse_own_names
-from raysgd.core.sampling_plan import optimizer_steps
-from raysgd.core.timers import Timers
+from raysgd.core.decisions.sampling_plan import optimizer_steps
+from raysgd.core.measures.average_meters import copy_metric
+from raysgd.core.measures.metrics import OWN_NAMES, refuse_own_names
+from raysgd.core.measures.timers import Timers
 from raysgd.errors import ConfigError, MissingPartError, close_to, shown
 from raysgd.replica.internals import Internals
 from raysgd.replica.settings import ReplicaSettings

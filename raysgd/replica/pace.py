@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from raysgd.core.speed import Sums
+from raysgd.core.measures.speed import Sums
 from raysgd.replica.feed import Feed
 
 # Of Linux: "<ns that it ran> <ns that it waited for a processor> <turns>".

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from raysgd.core.progress import Progress
+from raysgd.core.measures.progress import Progress
 from raysgd.errors import CheckpointError
 from raysgd.replica.step import Step
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from raysgd.core.control import Control
-from raysgd.core.metrics import Measured
+from raysgd.core.measures.metrics import Measured
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import DataLoaderFailure, Interrupted, RetryStep
-from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError

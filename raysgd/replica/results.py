@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
-from raysgd.core.metrics import (
+from raysgd.core.measures.metrics import (
     COUNTED,
     OWN_NAMES,
     SKIPPED,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from raysgd.core.metrics import Measured
+from raysgd.core.measures.metrics import Measured
 
 OTHER = (
     "each worker has made another split of the data: the {loader} has {theirs} on rank {high}, and {ours} on rank {low}. Some "

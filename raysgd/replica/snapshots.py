@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+from raysgd.core.channel.messages import SnapshotUpload
 from raysgd.core.control import Control
-from raysgd.core.messages import SnapshotUpload
-from raysgd.core.metrics import Measured
+from raysgd.core.measures.metrics import Measured
 from raysgd.errors import described
 from raysgd.replica.feed import Feed
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from raysgd.core.connection import PIECE
+from raysgd.core.channel.connection import PIECE
 from raysgd.core.control import Control
-from raysgd.core.metrics import Measured, numbers
-from raysgd.core.progress import Progress
+from raysgd.core.measures.metrics import Measured, numbers
+from raysgd.core.measures.progress import Progress
 from raysgd.errors import described
 from raysgd.storage.durable import DurableFile
 

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from raysgd.core.network import address_towards
+from raysgd.core.channel.network import address_towards
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.core.ranks import RankInfo
 

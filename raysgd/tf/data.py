@@ -16,8 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from raysgd.core.decisions.sampling_plan import SamplingPlan
 from raysgd.core.ranks import RankInfo
-from raysgd.core.sampling_plan import SamplingPlan
 from raysgd.errors import ConfigError
 from raysgd.replica.position import Position
 from raysgd.replica.seeding import Places, seed_python_and_numpy

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd.constants import GLOBAL, PER_WORKER
-from raysgd.core.metrics import Measured
+from raysgd.core.measures.metrics import Measured
 from raysgd.replica.phases import Phase
 from raysgd.replica.results import Results
 from raysgd.tf.channel import Channel

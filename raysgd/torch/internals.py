@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from raysgd.core.average_meters import AverageMeterCollection
+from raysgd.core.measures.average_meters import AverageMeterCollection
 from raysgd.core.ranks import RankInfo
 from raysgd.replica.internals import Internals
 from raysgd.torch.meters import DeviceMeters

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from raysgd.constants import WEIGHT
-from raysgd.core.average_meters import AverageMeterCollection
+from raysgd.core.measures.average_meters import AverageMeterCollection
 
 
 class DeviceMeters(AverageMeterCollection):

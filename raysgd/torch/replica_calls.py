@@ -16,7 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
-from raysgd.core.blobs import Blobs
+from raysgd.core.channel.blobs import Blobs
 from raysgd.core.outcomes import Interrupted
 from raysgd.core.tree import mapped
 from raysgd.errors import shown

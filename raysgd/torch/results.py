@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd.constants import NUM_SAMPLES
-from raysgd.core.metrics import SKIPPED, Measured
+from raysgd.core.measures.metrics import SKIPPED, Measured
 from raysgd.core.tree import mapped
 from raysgd.replica.phases import Phase
 from raysgd.replica.results import Results

@@ -10,7 +10,7 @@ import torch
 
 from raysgd.callbacks.torch_profiler import ProfilerSettings
 from raysgd.config import check_flags, one_of
-from raysgd.core.sampling_plan import Division
+from raysgd.core.decisions.sampling_plan import Division
 from raysgd.replica.settings import ReplicaSettings
 from raysgd.torch.group.wrapping import Exchange
 from raysgd.torch.options import TrainingOptions

@@ -33,7 +33,7 @@ from raysgd.torch.replica import TorchReplica
 from raysgd.torch.settings import TorchSettings
 from raysgd.trainer.arguments import check_config, needs_ray
 from raysgd.trainer.auto_checkpoint import AutoCheckpoint, wanted_metrics
-from raysgd.workers.cluster import gpus_for_workers
+from raysgd.workers.cluster.connecting import gpus_for_workers
 
 logger = logging.getLogger("raysgd")
 

@@ -18,7 +18,7 @@ from raysgd.callbacks.mlflow_store import MLflowCallback as MLflowLoggerCallback
 from raysgd.callbacks.printing import PrintCallback
 from raysgd.callbacks.tensorboard import TensorBoardCallback as TBXLoggerCallback
 from raysgd.callbacks.torch_profiler import TorchProfilerCallback as TorchTensorboardProfilerCallback
-from raysgd.core.network import own_address
+from raysgd.core.channel.network import own_address
 
 __path__: list[str] = []  # lets Python look for `raysgd.train.callbacks.logging`, which raysgd.compat provides
 __all__ = [

@@ -25,10 +25,10 @@ from typing import Any
 
 from raysgd.callbacks.base import CallResult, Run
 from raysgd.callbacks.callback_list import CallbackList
-from raysgd.core.blobs import Blob
-from raysgd.core.messages import FunctionReport
-from raysgd.core.metrics import plain
-from raysgd.core.policy import PLANNED, Recovery
+from raysgd.core.channel.blobs import Blob
+from raysgd.core.channel.messages import FunctionReport
+from raysgd.core.decisions.policy import PLANNED, Recovery
+from raysgd.core.measures.metrics import plain
 from raysgd.core.protocols import Call
 from raysgd.engine.call import Job
 from raysgd.engine.call_lock import CallLock
@@ -46,7 +46,8 @@ from raysgd.train.job import FunctionJob, FunctionWorkers, check_function, funct
 from raysgd.train.replica import FunctionReplica
 from raysgd.train.rounds import FunctionRun, RoundResult
 from raysgd.train.worker_group import StartedWorkers, WorkerGroup, limits_for, make_factory
-from raysgd.workers.cluster import driver_address, ensure_cluster
+from raysgd.workers.cluster.connecting import ensure_cluster
+from raysgd.workers.cluster.nodes import driver_address
 from raysgd.workers.ray_group import RayGroup
 from raysgd.workers.serialization import pack
 from raysgd.workers.tracebacks import folding

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from raysgd.core.metrics import plain
+from raysgd.core.measures.metrics import plain
 from raysgd.errors import ConfigError
 from raysgd.train.checkpoint import DICT_FILE, Checkpoint, unlist_metadata
 

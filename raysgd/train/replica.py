@@ -19,8 +19,8 @@ from types import FrameType
 from typing import Any
 
 from raysgd.core.control import Control
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import DataLoaderFailure, Interrupted
-from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any, Literal
 
 from raysgd.callbacks.base import TRACES
-from raysgd.core.messages import FunctionReport
-from raysgd.core.policy import Recovery
+from raysgd.core.channel.messages import FunctionReport
+from raysgd.core.decisions.policy import Recovery
 from raysgd.engine.call_lock import Claim
 from raysgd.environment import flag_from_environment
 from raysgd.errors import ranked

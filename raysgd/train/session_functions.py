@@ -17,9 +17,9 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
+from raysgd.core.channel.messages import FunctionReport
 from raysgd.core.control import Control
-from raysgd.core.messages import FunctionReport
-from raysgd.core.metrics import check_metrics
+from raysgd.core.measures.metrics import check_metrics
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, described, shown
 from raysgd.storage import folders

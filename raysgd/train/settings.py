@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from raysgd.callbacks.early_stopping import warn_of_mode
 from raysgd.config import ElasticConfig, WorkerResources, check_flags, object_of, one_of
-from raysgd.core.metrics import plain
+from raysgd.core.measures.metrics import plain
 from raysgd.errors import ConfigError, suggesting_fields
 from raysgd.storage.masking import mask
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysgd.ray_data.datasets import DataConfig, named_datasets, parse_data_config
-from raysgd.workers import cluster
-from raysgd.workers.foreign import split_coordinator
+from raysgd.workers.cluster.foreign import split_coordinator
+from raysgd.workers.cluster.nodes import end_actor, warn_no_room_for_data
 
 
 class DatasetSplits:
@@ -26,7 +26,7 @@ class DatasetSplits:
         """Make the data sets of each rank by name. `nodes` are the nodes of the ranks."""
         self.close()
         if not self._warned and all(type(each).__name__ != "MaterializedDataset" for each in self._datasets.values()):
-            self._warned = cluster.warn_no_room_for_data(nodes, self._cpus, ", ".join(self._datasets))
+            self._warned = warn_no_room_for_data(nodes, self._cpus, ", ".join(self._datasets))
         shards = self._split(world_size, list(nodes))
         self._open = [each for rank in shards for each in rank.values()]
         return shards
@@ -36,7 +36,7 @@ class DatasetSplits:
         handles = {id(h): h for each in self._open if (h := split_coordinator(each)) is not None}
         self._open = []
         for handle in handles.values():
-            cluster.end_actor(handle)
+            end_actor(handle)
 
     def _split(self, world_size: int, nodes: list[str]) -> list[dict[str, Any]]:
         hints = nodes if len(nodes) == world_size and all(nodes) else None

@@ -11,8 +11,8 @@ from typing import Any
 from raysgd.callbacks.folder import create_folder
 from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig
+from raysgd.core.decisions.policy import Recovery
 from raysgd.core.lazy import REFUSED, lazy_names
-from raysgd.core.policy import Recovery
 from raysgd.errors import counted
 from raysgd.ray_data.datasets import is_dataset
 from raysgd.storage.locations import Place, copy_logs, names, place

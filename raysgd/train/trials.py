@@ -33,7 +33,7 @@ from raysgd.train.checkpoint import DICT_FILE, Checkpoint, unlist_metadata
 from raysgd.train.checkpoint_manager import CheckpointManager
 from raysgd.train.driver import FunctionDriver, TrainingIterator
 from raysgd.train.job import FunctionJob, FunctionWorkers, function_name
-from raysgd.workers import foreign
+from raysgd.workers.cluster import foreign
 from raysgd.workers.serialization import pickler_class
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raysgd.config import ElasticConfig, Limits, WorkerResources, at_least
+from raysgd.core.decisions.policy import PLANNED
 from raysgd.core.lazy import REFUSED, lazy_names
-from raysgd.core.policy import PLANNED
 from raysgd.core.protocols import Call, SingleWorkerBackend
 from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine

@@ -19,7 +19,7 @@ from raysgd.callbacks.base import Callback
 from raysgd.callbacks.early_stopping import EarlyStopping, warn_of_mode
 from raysgd.callbacks.writers import ROW_FIELDS, for_json
 from raysgd.config import at_least, is_real, one_of
-from raysgd.core.metrics import Measured, WeightedMean
+from raysgd.core.measures.metrics import Measured, WeightedMean
 from raysgd.errors import CheckpointError, ConfigError, suggesting_fields
 from raysgd.storage import checksums, folders, locations
 from raysgd.storage.claims import FolderClaim

@@ -17,10 +17,10 @@ from raysgd.callbacks.history import History
 from raysgd.callbacks.printing import PrintCallback
 from raysgd.callbacks.progress_bar import ProgressBar
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
-from raysgd.core import metrics
-from raysgd.core.policy import Recovery
-from raysgd.core.progress import Progress
-from raysgd.core.speed import SpeedWatch
+from raysgd.core.decisions.policy import Recovery
+from raysgd.core.measures import metrics
+from raysgd.core.measures.progress import Progress
+from raysgd.core.measures.speed import SpeedWatch
 from raysgd.engine.call import Job, PartialResults
 from raysgd.engine.engine import Engine
 from raysgd.engine.worker_table import WorkerInfo

@@ -110,7 +110,8 @@ def make_engine(described: RunDescription, calls: CallRunner) -> Engine:
     listens = factory.operator_cls.on_preemption_notice is not OperatorBase.on_preemption_notice
     backend: ProcessGroupBackend = SingleWorkerBackend()
     if settings.distributed or named is not None:
-        from raysgd.workers.cluster import driver_address, ensure_cluster
+        from raysgd.workers.cluster.connecting import ensure_cluster
+        from raysgd.workers.cluster.nodes import driver_address
 
         ensure_cluster(described.resources, lasting=named is not None)
         if settings.distributed:

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from raysgd.core.blobs import Blob
-from raysgd.core.progress import Progress
+from raysgd.core.channel.blobs import Blob
+from raysgd.core.measures.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.snapshot import Ask, Snapshot
 from raysgd.engine.call import Job

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from raysgd.config import object_of
-from raysgd.core.metrics import unmeasured
+from raysgd.core.measures.metrics import unmeasured
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import Ok
-from raysgd.core.progress import Progress
 from raysgd.engine.call import EARLIER, PartialResults
 from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, ConfigError, counted

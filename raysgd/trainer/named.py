@@ -19,7 +19,7 @@ from raysgd.errors import ConfigError, counted, shown
 from raysgd.replica.settings import OperatorReplicaFactory
 from raysgd.trainer.call_runner import CallRunner
 from raysgd.trainer.script_place import RAISED, Made
-from raysgd.workers.keeper import Tenure
+from raysgd.workers.cluster.keeper import Tenure
 from raysgd.workers.serialization import dumps
 
 logger = logging.getLogger("raysgd")

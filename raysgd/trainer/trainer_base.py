@@ -17,9 +17,9 @@ from raysgd.callbacks.base import Kind
 from raysgd.callbacks.history import History
 from raysgd.callbacks.printing import epoch_line
 from raysgd.config import at_least, check_flags
-from raysgd.core.policy import Recovery
+from raysgd.core.decisions.policy import Recovery
+from raysgd.core.measures.speed import Speed
 from raysgd.core.protocols import Call
-from raysgd.core.speed import Speed
 from raysgd.engine.call import Job
 from raysgd.errors import ConfigError, explain_missing, suggesting
 from raysgd.replica import evaluation

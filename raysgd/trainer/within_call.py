@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.core.metrics import Measured, merge_measured
-from raysgd.core.progress import Progress
+from raysgd.core.measures.metrics import Measured, merge_measured
+from raysgd.core.measures.progress import Progress
 from raysgd.replica.writing import Question, Reply
 
 logger = logging.getLogger("raysgd")

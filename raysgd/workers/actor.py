@@ -17,15 +17,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from raysgd.core.connection import ControlAddress
-from raysgd.core.messages import PerformCall
+from raysgd.core.channel.connection import ControlAddress
+from raysgd.core.channel.messages import PerformCall
 from raysgd.core.outcomes import Outcome, WorkerFailed
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.storage.durable import own_folder
 from raysgd.workers.calls import unpickle_parts
+from raysgd.workers.cluster.keeper import WorkerTenure
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.gpu_faults import find_fault
-from raysgd.workers.keeper import WorkerTenure
 from raysgd.workers.orphan import NamedHost
 from raysgd.workers.replica_host import ReplicaHost
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raysgd.core.blobs import Blob
-from raysgd.core.messages import CallAnswer
+from raysgd.core.channel.blobs import Blob
+from raysgd.core.channel.messages import CallAnswer
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.errors import described
 from raysgd.workers.events import CallEnded, Event, MessageReceived

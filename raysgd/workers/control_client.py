@@ -20,13 +20,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from raysgd.core import messages
-from raysgd.core.connection import SEND_S, Connection, ControlAddress, connect
+from raysgd.core.channel import messages
+from raysgd.core.channel.connection import SEND_S, Connection, ControlAddress, connect
 from raysgd.core.control import Control
-from raysgd.core.lease import LEASE_S
-from raysgd.core.metrics import Measured, briefly
+from raysgd.core.decisions.lease import LEASE_S
+from raysgd.core.measures.metrics import Measured, briefly
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import Outcome
-from raysgd.core.progress import Progress
 from raysgd.environment import CONTROL_PORT
 from raysgd.workers.calls import pack_outcome
 from raysgd.workers.orphan import DriverContact

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy
 
-from raysgd.core import frames, messages
-from raysgd.core.connection import Connection, ControlAddress, as_timeout, detect_unreachable
-from raysgd.core.lease import LEASE_S
-from raysgd.core.network import listen
+from raysgd.core.channel import frames, messages
+from raysgd.core.channel.connection import Connection, ControlAddress, as_timeout, detect_unreachable
+from raysgd.core.channel.network import listen
+from raysgd.core.decisions.lease import LEASE_S
 from raysgd.environment import control_ports
 from raysgd.errors import described
 from raysgd.workers.events import Event, MessageReceived, WorkerEnded, WorkerStarted

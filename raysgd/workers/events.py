@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.core.messages import Message
+from raysgd.core.channel.messages import Message
 from raysgd.core.outcomes import Outcome
 
 

@@ -9,16 +9,17 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from raysgd.core.channel.messages import FunctionReport, Message, ProgressReport, StartDealer
 from raysgd.core.control import Control
-from raysgd.core.messages import FunctionReport, Message, ProgressReport, StartDealer
-from raysgd.core.metrics import Measured
-from raysgd.core.progress import Progress
+from raysgd.core.measures.metrics import Measured
+from raysgd.core.measures.progress import Progress
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.ray_data.reader import RowReader, local_row_reader
+from raysgd.workers.cluster.nodes import Room
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerStarted
 from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.transfer import InlineTransfer
-from raysgd.workers.worker_group import Room, WorkerGroupProtocol
+from raysgd.workers.worker_group import WorkerGroupProtocol
 
 
 class InlineGroup(WorkerGroupProtocol):

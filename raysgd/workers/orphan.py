@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raysgd.core import messages
-from raysgd.core.lease import LEASE_S
+from raysgd.core.channel import messages
+from raysgd.core.decisions.lease import LEASE_S
 from raysgd.core.outcomes import Outcome
 from raysgd.core.protocols import ReplicaFactory
 from raysgd.core.ranks import RankInfo

@@ -17,28 +17,29 @@ from functools import partial
 from typing import Any
 
 from raysgd.config import WorkerResources
-from raysgd.core.messages import KillProcess, Message, PerformCall, PreemptionNotice, StartDealer
-from raysgd.core.network import allow_connections
+from raysgd.core.channel.messages import KillProcess, Message, PerformCall, PreemptionNotice, StartDealer
+from raysgd.core.channel.network import allow_connections
+from raysgd.core.decisions.policy import OUT_OF_STEP, UNREACHABLE
 from raysgd.core.outcomes import Failed
-from raysgd.core.policy import OUT_OF_STEP, UNREACHABLE
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.environment import flag_from_environment
 from raysgd.errors import NotActiveError
 from raysgd.ray_data.dealer import Dealer
 from raysgd.ray_data.reader import DEALER, RemoteDealer, RowReader
-from raysgd.workers import cluster
 from raysgd.workers.actor import WorkerActor
 from raysgd.workers.calls import open_answer, pickle_in_parts
+from raysgd.workers.cluster import connecting, nodes
+from raysgd.workers.cluster.foreign import draining_nodes, hide_deaths_of
+from raysgd.workers.cluster.keeper import Tenure
+from raysgd.workers.cluster.nodes import Room
+from raysgd.workers.cluster.processes import LocalProcess, end_all
+from raysgd.workers.cluster.ray_control_service import GcsQuery, ask, gcs_limit_s, require_ray
 from raysgd.workers.control_client import CANNOT_CONNECT
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
-from raysgd.workers.foreign import draining_nodes, hide_deaths_of
-from raysgd.workers.keeper import Tenure
-from raysgd.workers.processes import LocalProcess, end_all
-from raysgd.workers.ray_control_service import GcsQuery, ask, gcs_limit_s, require_ray
 from raysgd.workers.serialization import dumps
 from raysgd.workers.transfer import Transfer
-from raysgd.workers.worker_group import Room, WorkerGroupProtocol
+from raysgd.workers.worker_group import WorkerGroupProtocol
 
 logger = logging.getLogger("raysgd")
 
@@ -86,7 +87,7 @@ class RayGroup(WorkerGroupProtocol):
     ) -> None:
         import ray
 
-        cluster.ensure_cluster(resources)
+        connecting.ensure_cluster(resources)
         self.listener: Callable[[Event], None] = lambda event: None
         self._backend, self._resources, self.tenure = backend, resources, tenure
         self.term = 0 if tenure is None else tenure.term
@@ -107,7 +108,7 @@ class RayGroup(WorkerGroupProtocol):
         self._drain_query: GcsQuery[dict[str, float | None]] | None = None
         self._ask_at = 0.0
         self.control = ControlServer(
-            self._events, cluster.driver_address(), node=self._here
+            self._events, nodes.driver_address(), node=self._here
         )  # last, as it starts a thread
         self.control.unreachable_s = unreachable_s
         if tenure is not None:
@@ -125,7 +126,7 @@ class RayGroup(WorkerGroupProtocol):
         self._check()
         self.control.expected_workers = len(self._handles) + count
         allow_connections(self.control.expected_workers, each=CONNECTIONS)
-        address, environment = self.control.address_for_workers(), cluster.forking_environment() or None
+        address, environment = self.control.address_for_workers(), connecting.forking_environment() or None
         workers = []
         for _ in range(count):
             worker = uuid.uuid4().hex[:8]
@@ -133,7 +134,7 @@ class RayGroup(WorkerGroupProtocol):
                 num_cpus=self._resources.cpus,
                 num_gpus=self._resources.gpus,
                 resources=dict(self._resources.custom) or None,
-                scheduling_strategy=cluster.choose_placement(),
+                scheduling_strategy=nodes.choose_placement(),
                 max_restarts=0,
                 max_task_retries=0,
                 runtime_env=environment,
@@ -240,7 +241,7 @@ class RayGroup(WorkerGroupProtocol):
         unexpected size, or how the system has ended the process."""
         if not isinstance(event, WorkerEnded) or event.reason != "worker death":
             return event
-        text = cluster.stderr_tail(handle.pid) if handle.node == self._here else ""
+        text = nodes.stderr_tail(handle.pid) if handle.node == self._here else ""
         found = MISMATCH.search(text)
         if found is None:
             how = handle.process.how_it_ended() if handle.process is not None else ""
@@ -288,8 +289,8 @@ class RayGroup(WorkerGroupProtocol):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         if name not in self._dealers:
-            nodes = [handle.node for handle in self._handles.values() if handle.node and not handle.ended]
-            cluster.warn_no_room_for_data(nodes, self._resources.cpus, "a Ray Dataset")
+            used = [handle.node for handle in self._handles.values() if handle.node and not handle.ended]
+            nodes.warn_no_room_for_data(used, self._resources.cpus, "a Ray Dataset")
             here = NodeAffinitySchedulingStrategy(self._here, soft=False)
             actor: Any = ray.remote(Dealer).options(name=name, num_cpus=0, scheduling_strategy=here)
             self._dealers[name] = ask(lambda: actor.remote(packed))
@@ -332,7 +333,7 @@ class RayGroup(WorkerGroupProtocol):
             require_ray(self._session)
         except NotActiveError:
             return
-        cluster.end_actor(actor)
+        nodes.end_actor(actor)
 
     def dismiss(self, worker: str) -> None:
         handle = self._handles.get(worker)
@@ -352,11 +353,11 @@ class RayGroup(WorkerGroupProtocol):
         meanwhile are free, because the next line of the user's script may need them."""
         running = {worker: h for worker, h in self._handles.items() if h.node and not h.ended}
         held = {worker: h.actor for worker, h in running.items() if h.node not in self._draining}
-        room = cluster.get_within(ANSWER_S, self.room) if held and self._resources.as_dict() else None
+        room = nodes.get_within(ANSWER_S, self.room) if held and self._resources.as_dict() else None
         yield
         ended = [actor for worker, actor in held.items() if worker not in self._handles]
         if room is not None and ended:
-            cluster.wait_for_room(self._resources, room.free + len(ended), ended)
+            nodes.wait_for_room(self._resources, room.free + len(ended), ended)
 
     def stop(self) -> None:
         if self.tenure is not None and (self.tenure.leaves or self.tenure.superseded):
@@ -381,7 +382,7 @@ class RayGroup(WorkerGroupProtocol):
 
     def room(self) -> Room:
         self.draining()  # raises an error at once if Ray is known not to answer
-        return cluster.room_for(self._resources)
+        return nodes.room_for(self._resources)
 
     def draining(self) -> dict[str, float | None]:
         """What Ray's last answer means now. ClusterError: none for too long."""
@@ -397,7 +398,7 @@ class RayGroup(WorkerGroupProtocol):
     def is_node_alive(self, node: str) -> bool:
         if self._drain_query is not None and not self._drain_query.answered and self._drain_query.age_s > UNANSWERED_S:
             return True
-        return cluster.is_node_alive(node)
+        return nodes.is_node_alive(node)
 
 
 def _deaths() -> tuple[type[Exception], ...]:

@@ -15,17 +15,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from raysgd.core.blobs import Blob, Blobs
+from raysgd.core.channel.blobs import Blob, Blobs
 from raysgd.core.control import Control
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import GPU, Failed, GpuFault, Interrupted, Ok, Outcome, WorkerFailed
-from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call, ProcessGroupBackend, Replica, ReplicaFactory
 from raysgd.core.ranks import RankInfo
+from raysgd.environment import is_installed
 from raysgd.errors import described, explain_missing, shown, text_of
 from raysgd.workers.calls import PickledObject, unpickle
-from raysgd.workers.foreign import is_exit_of_actor
+from raysgd.workers.cluster.foreign import is_exit_of_actor
 from raysgd.workers.gpu_faults import is_out_of_memory, wait_for_memory
-from raysgd.workers.serialization import dumps, is_installed
+from raysgd.workers.serialization import dumps
 
 logger = logging.getLogger(__name__)
 

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import io
 import pickle
-import site
 import sys
-import sysconfig
 import threading
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib import import_module
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
+from raysgd.environment import is_installed
 from raysgd.errors import shown
 from raysgd.workers.calls import PickledObject
 
@@ -157,20 +155,3 @@ def _is_local(module: ModuleType) -> bool:
         folders = [str(folder) for folder in getattr(module, "__path__", ())]
         return bool(folders) and not any(is_installed(folder) for folder in folders)
     return str(file).endswith(".py") and not is_installed(str(file))
-
-
-@cache
-def is_installed(file: str) -> bool:
-    """Whether a file or folder belongs to Python or an installed package, also in another
-    environment that PYTHONPATH or a .pth file names."""
-    path = Path(file)
-    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts) or any(
-        path.is_relative_to(root) for root in _installed()
-    )
-
-
-@lru_cache(maxsize=1)
-def _installed() -> list[Path]:
-    roots = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    roots |= {*site.getsitepackages(), site.getusersitepackages(), sys.prefix, sys.base_prefix}
-    return [path for root in roots if root for path in {Path(root), Path(root).resolve()}]

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any
 
-from raysgd.core.connection import Body, Connection, ControlAddress, Waiting, connect
-from raysgd.core.messages import Answer, Ask, GiveState, Open, Received, TakeState
+from raysgd.core.channel.connection import Body, Connection, ControlAddress, Waiting, connect
+from raysgd.core.channel.messages import Answer, Ask, GiveState, Open, Received, TakeState
 
 if TYPE_CHECKING:
     from raysgd.workers.control_server import ControlServer

@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from raysgd.core.messages import Message
+from raysgd.core.channel.messages import Message
+from raysgd.workers.cluster.nodes import Room
 from raysgd.workers.events import Event
 from raysgd.workers.transfer import AnyTransfer
-
-
-@dataclass(frozen=True)
-class Room:
-    """For how many workers a cluster has room.
-
-    free      how many more fit now
-    capacity  how many there could be if it were empty
-    grows     whether nodes may be added to it while a request waits for them
-    needs     of each resource, how much a worker needs, and how much is free
-    """
-
-    free: int
-    capacity: int
-    grows: bool = False
-    needs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-
-    def demand(self, count: int) -> str:
-        """What `count` workers need, and what is free: "4 CPU (2 free)"."""
-        return ", ".join(f"{count * each:g} {name} ({free:g} free)" for name, (each, free) in self.needs.items())
 
 
 class WorkerGroupProtocol(Protocol):

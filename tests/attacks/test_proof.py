@@ -13,8 +13,8 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from raysgd.core.connection import ControlAddress, connect
-from raysgd.core.frames import (
+from raysgd.core.channel.connection import ControlAddress, connect
+from raysgd.core.channel.frames import (
     DRIVER,
     GREETING,
     KEY_BYTES,
@@ -25,8 +25,8 @@ from raysgd.core.frames import (
     new_number,
     proof,
 )
-from raysgd.core.messages import FunctionReport, Hello, Moved, Open, Received, StackRequest
-from raysgd.core.network import allow_connections
+from raysgd.core.channel.messages import FunctionReport, Hello, Moved, Open, Received, StackRequest
+from raysgd.core.channel.network import allow_connections
 from raysgd.errors import ConfigError
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import Event, MessageReceived, WorkerEnded, WorkerStarted

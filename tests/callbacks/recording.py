@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import Recovery, TrainingOperator
 from raysgd.callbacks import Callback, CallResult, Run, Underway
 from raysgd.callbacks.callback_list import CallbackList
-from raysgd.core.progress import Progress
+from raysgd.core.measures.progress import Progress
 
 
 class Line(TrainingOperator):

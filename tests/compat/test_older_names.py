@@ -256,5 +256,5 @@ def test_the_name_of_the_machine_is_not_needed(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
     for route, address in ((lambda host: "10.9.0.2", "10.9.0.2"), (unreachable, "127.0.0.1")):
-        monkeypatch.setattr("raysgd.core.network.address_towards", route)
+        monkeypatch.setattr("raysgd.core.channel.network.address_towards", route)
         assert get_address_and_port()[0] == address

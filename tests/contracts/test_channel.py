@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.core import connection, lease
-from raysgd.core.blobs import Blob
-from raysgd.core.connection import Connection, ControlAddress, connect
-from raysgd.core.control import Control
-from raysgd.core.frames import (
+from raysgd.core.channel import connection
+from raysgd.core.channel.blobs import Blob
+from raysgd.core.channel.connection import Connection, ControlAddress, connect
+from raysgd.core.channel.frames import (
     DRIVER,
     GREETING,
     KEY_BYTES,
@@ -37,7 +36,7 @@ from raysgd.core.frames import (
     proof,
     taken,
 )
-from raysgd.core.messages import (
+from raysgd.core.channel.messages import (
     Alive,
     BoundaryAnswer,
     CallAnswer,
@@ -60,9 +59,11 @@ from raysgd.core.messages import (
     StackRequest,
     StartDealer,
 )
-from raysgd.core.metrics import Measured, brief
+from raysgd.core.control import Control
+from raysgd.core.decisions import lease
+from raysgd.core.measures.metrics import Measured, brief
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import Failed, Ok
-from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call, SingleWorkerBackend
 from raysgd.errors import ConfigError
 from raysgd.workers import control_client, orphan

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ConfigError, train
 from raysgd.config import ElasticConfig
-from raysgd.core.metrics import Measured
+from raysgd.core.measures.metrics import Measured
 from raysgd.replica import snapshots
 from tests.replicas import FunctionRank, Interrupted, tf_rank, torch_rank
 from tests.torch.small import Line, rows

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from raysgd.config import WorkerResources
-from raysgd.core.blobs import Blob
+from raysgd.core.channel.blobs import Blob
+from raysgd.core.channel.messages import Interrupt, ProgressReport, StackReport, StackRequest
 from raysgd.core.control import Control
-from raysgd.core.messages import Interrupt, ProgressReport, StackReport, StackRequest
-from raysgd.core.metrics import Measured
+from raysgd.core.measures.metrics import Measured
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
-from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call, SingleWorkerBackend
 from raysgd.core.ranks import RankInfo
 from raysgd.engine.worker_table import WorkerInfo

@@ -1,4 +1,4 @@
-"""Runs of machines with other speeds, in which `raysgd.core.dealing` deals the parts.
+"""Runs of machines with other speeds, in which `raysgd.core.decisions.dealing` deals the parts.
 
 python -m tests.core.dealing_runs 10000     prints how soon and how well, for each kind of run
 """
@@ -12,7 +12,7 @@ from statistics import median
 
 import numpy
 
-from raysgd.core.dealing import BySpeed, dealt, longest, usual_seconds
+from raysgd.core.decisions.dealing import BySpeed, dealt, longest, usual_seconds
 
 STEPS = 3000
 BEST = cache(dealt)

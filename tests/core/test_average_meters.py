@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.core.average_meters import AverageMeter, AverageMeterCollection
+from raysgd.core.measures.average_meters import AverageMeter, AverageMeterCollection
 
 
 class DeviceTensor:

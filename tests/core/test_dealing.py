@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysgd.core.dealing import EVERY, REMEMBERED, BySpeed, dealt, longest, usual_seconds
+from raysgd.core.decisions.dealing import EVERY, REMEMBERED, BySpeed, dealt, longest, usual_seconds
 from tests.core.dealing_runs import run
 
 SECONDS = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=4)

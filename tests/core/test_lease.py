@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.core.lease import LEASE_S, WITNESSED_S, Grant, Lease
+from raysgd.core.decisions.lease import LEASE_S, WITNESSED_S, Grant, Lease
 
 
 def test_a_lease_has_one_term_at_a_time() -> None:

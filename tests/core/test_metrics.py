@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysgd.core.average_meters import AverageMeterCollection
-from raysgd.core.metrics import Measured, for_all_ranks, merge_call, merge_results, plain
+from raysgd.core.measures.average_meters import AverageMeterCollection
+from raysgd.core.measures.metrics import Measured, for_all_ranks, merge_call, merge_results, plain
 
 NAN = float("nan")
 

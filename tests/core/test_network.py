@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from raysgd.core import network
-from raysgd.core.network import OWN_FILES, allow_connections
+from raysgd.core.channel import network
+from raysgd.core.channel.network import OWN_FILES, allow_connections
 from raysgd.errors import ResourceError
 
 
@@ -40,7 +40,7 @@ def test_a_limit_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_real_process_raises_its_own_limit() -> None:
     script = (
-        "import resource; from raysgd.core.network import allow_connections\n"
+        "import resource; from raysgd.core.channel.network import allow_connections\n"
         "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))\n"
         "allow_connections(100, each=1); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"

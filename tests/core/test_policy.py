@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysgd.core.outcomes import CollectiveCalls, Failed, Interrupted, Ok, WorkerFailed
-from raysgd.core.policy import (
+from raysgd.core.decisions.policy import (
     GiveUp,
     Rejoin,
     Restart,
@@ -21,6 +20,7 @@ from raysgd.core.policy import (
     is_time_to_leave,
     leave_within_s,
 )
+from raysgd.core.outcomes import CollectiveCalls, Failed, Interrupted, Ok, WorkerFailed
 
 OK, PAUSED = Ok(1), Interrupted(asked=True)
 CUT = Interrupted(cause="RuntimeError: Connection closed by peer")

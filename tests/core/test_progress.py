@@ -7,7 +7,7 @@ import time
 import pytest
 
 from raysgd.core.control import Control, longest_silence_s, report_interval_s
-from raysgd.core.progress import Progress
+from raysgd.core.measures.progress import Progress
 from raysgd.core.snapshot import Snapshot, newest_state
 
 

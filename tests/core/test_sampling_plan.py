@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysgd.core.sampling_plan import RankShare, SamplingPlan
+from raysgd.core.decisions.sampling_plan import RankShare, SamplingPlan
 
 # (number of steps, world size during these steps)
 SCHEDULE = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 7)), min_size=1, max_size=6)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.speed import FORGOTTEN, Speed, SpeedWatch, Sums
+from raysgd.core.measures.speed import FORGOTTEN, Speed, SpeedWatch, Sums
 
 
 @dataclass

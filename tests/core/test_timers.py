@@ -2,12 +2,12 @@
 
 import pytest
 
-from raysgd.core.timers import Timers
+from raysgd.core.measures.timers import Timers
 
 
 def test_the_mean_is_that_of_the_newest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 100.0, *(each for start in range(200, 210) for each in (start, start + 0.5))])
-    monkeypatch.setattr("raysgd.core.timers.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("raysgd.core.measures.timers.time.perf_counter", lambda: next(now))
     timers = Timers()
     for _ in range(11):
         with timers.record("fwd"):
@@ -31,7 +31,7 @@ def test_nothing_is_recorded_while_disabled() -> None:
 
 def test_laps_divide_a_block_into_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([1.0, 1.5, 3.5])
-    monkeypatch.setattr("raysgd.core.timers.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("raysgd.core.measures.timers.time.perf_counter", lambda: next(now))
     timers = Timers()
     lap = timers.laps()
     lap("fwd")

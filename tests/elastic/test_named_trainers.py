@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import nn
 
-from raysgd.core.lease import LEASE_S
+from raysgd.core.decisions.lease import LEASE_S
 from tests.background import Background
 from tests.tiers import NIGHTLY
 
@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PHASES = ("train", "recovery", "save", "validate", "resize", "between", "start")
 # What `raysgd doctor` shows, without its other checks.
 LISTED = """
-from raysgd.workers.cluster import join_running
-from raysgd.workers.keeper import trainers
+from raysgd.workers.cluster.connecting import join_running
+from raysgd.workers.cluster.keeper import trainers
 join_running()
 print(trainers())
 """

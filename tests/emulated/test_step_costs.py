@@ -154,7 +154,7 @@ def install_with_pinned_memory() -> None:
 def install_with_deal() -> None:
     """Let the first of two workers compute three of four parts."""
     install()
-    cast("Any", import_module("raysgd.core.dealing")).dealt = lambda parts, seconds: (3, 1)
+    cast("Any", import_module("raysgd.core.decisions.dealing")).dealt = lambda parts, seconds: (3, 1)
 
 
 def counted(model: str, workers: int, **arguments: Any) -> list[Any]:

@@ -6,14 +6,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from raysgd.core.channel.messages import ProgressReport, StackReport, StackRequest
 from raysgd.core.control import Control
-from raysgd.core.messages import ProgressReport, StackReport, StackRequest
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import Interrupted, Ok, Outcome
-from raysgd.core.progress import Progress
 from raysgd.core.protocols import SingleWorkerBackend
 from raysgd.engine.worker_table import WorkerTable
+from raysgd.workers.cluster.nodes import Room
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
-from raysgd.workers.worker_group import Room, WorkerGroupProtocol
+from raysgd.workers.worker_group import WorkerGroupProtocol
 
 __all__ = [
     "FakeGroup",

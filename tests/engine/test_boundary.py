@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from raysgd.core.messages import BoundaryAnswer, ConfirmBoundary, Message, ProposeBoundary
+from raysgd.core.channel.messages import BoundaryAnswer, ConfirmBoundary, Message, ProposeBoundary
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import Ok
-from raysgd.core.progress import Progress
 from raysgd.engine import boundary as module
 from raysgd.engine.boundary import Boundary
 from raysgd.engine.worker_table import WorkerTable

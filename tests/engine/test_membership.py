@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from raysgd.config import ElasticConfig
-from raysgd.core.messages import PreemptionNotice
+from raysgd.core.channel.messages import PreemptionNotice
 from raysgd.engine.membership import Membership
 from raysgd.workers.events import MessageReceived, WorkerStarted
 from tests.engine.fake_group import FakeGroup

@@ -10,8 +10,8 @@ import pytest
 from raysgd import ResourceError, shutdown_all
 from raysgd.config import ElasticConfig, Limits, WorkerResources
 from raysgd.engine.engine import Engine
-from raysgd.workers import cluster, foreign
-from raysgd.workers.worker_group import Room
+from raysgd.workers.cluster import foreign, nodes
+from raysgd.workers.cluster.nodes import Room
 from tests.engine.fake_group import FakeGroup, SingleWorkerBackend, started
 
 LIMITS = Limits(start_s=0.5, setup_s=5, join_s=5, collective_s=5, hang_s=60)
@@ -166,11 +166,11 @@ def test_nodes_may_be_added_to_a_cluster_that_was_joined_or_if_the_user_says_so(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(foreign, "started_here", lambda: False)
-    assert cluster.can_grow(), "its other nodes may be starting"
+    assert nodes.can_grow(), "its other nodes may be starting"
     monkeypatch.setattr(foreign, "started_here", lambda: True)
-    assert not cluster.can_grow()
+    assert not nodes.can_grow()
     monkeypatch.setenv(name, "300")
-    assert cluster.can_grow()
+    assert nodes.can_grow()
 
 
 @pytest.mark.parametrize(
@@ -185,11 +185,11 @@ def test_workers_run_in_a_placement_group_only_if_it_captures_them(
 
     def look() -> tuple[str, int]:
         for _ in range(150):  # workers of other tests may still be ending
-            free = cluster.room_for(WorkerResources.parse(1, False, None)).free
+            free = nodes.room_for(WorkerResources.parse(1, False, None)).free
             if free == room:
                 break
             time.sleep(0.2)
-        return type(cluster.choose_placement()).__name__, free
+        return type(nodes.choose_placement()).__name__, free
 
     group = ray.util.placement_group([{"CPU": 2}])
     try:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from raysgd.config import Limits
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import GpuFault, WorkerFailed
-from raysgd.core.progress import Progress
 from raysgd.engine.replacements import OVERDUE_S, Replacements
 from raysgd.workers.events import CallEnded
 from tests.engine.fake_group import FakeGroup, Ok, WorkerEnded, started

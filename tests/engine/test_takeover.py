@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raysgd.core.metrics import Measured, merge_call
+from raysgd.core.measures.metrics import Measured, merge_call
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.ranks import RankInfo
 from raysgd.engine.takeover import results_left

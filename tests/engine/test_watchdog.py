@@ -9,11 +9,11 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from raysgd.core.blobs import Blob
+from raysgd.core.channel.blobs import Blob
+from raysgd.core.channel.messages import Moved, ProgressReport
 from raysgd.core.control import report_interval_s
-from raysgd.core.messages import Moved, ProgressReport
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import Interrupted, WorkerFailed
-from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.engine.call import FanOut
 from raysgd.engine.watchdog import Watchdog, ask

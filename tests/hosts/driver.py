@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from raysgd import TorchTrainer, TrainingOperator, train
 from raysgd.cli import main
 from raysgd.config import ElasticConfig
-from raysgd.core import speed
+from raysgd.core.measures import speed
 from raysgd.errors import RaysgdError
 from tests.harming import Injected, harm
 from tests.histories import Steps, snapshots, write

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from ray import cloudpickle
 
-from raysgd.core.lease import Lease
-from raysgd.core.messages import SnapshotUpload
+from raysgd.core.channel.messages import SnapshotUpload
+from raysgd.core.decisions.lease import Lease
 from raysgd.core.outcomes import Outcome
 from raysgd.engine.engine import Engine
 from raysgd.replica.snapshots import Snapshotter

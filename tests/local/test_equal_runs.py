@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import AutoCheckpoint, ElasticConfig, RaysgdError, TorchTrainer
 from raysgd.callbacks import Callback
-from raysgd.core.dealing import BySpeed
+from raysgd.core.decisions.dealing import BySpeed
 from raysgd.torch import TrainingOperator
 from raysgd.torch.step.dealing import OwnSeconds
 from raysgd.torch.step.skipped_steps import summed
@@ -283,8 +283,8 @@ def deals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         Cluster.running.point("dealt")
         return gathered
 
-    monkeypatch.setattr("raysgd.core.dealing.EVERY", 1)
-    monkeypatch.setattr("raysgd.core.dealing.MOST_DOUBLED", 0)
+    monkeypatch.setattr("raysgd.core.decisions.dealing.EVERY", 1)
+    monkeypatch.setattr("raysgd.core.decisions.dealing.MOST_DOUBLED", 0)
     monkeypatch.setattr("raysgd.torch.step.dealing.summed", hit)
     monkeypatch.setattr(OwnSeconds, "of_part", drawn)
     monkeypatch.setattr(BySpeed, "change", changed)

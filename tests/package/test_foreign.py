@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, get_worker_info
 
 from raysgd.torch import foreign as torch_foreign
-from raysgd.workers import foreign as ray_foreign
+from raysgd.workers.cluster import foreign as ray_foreign
 
 # -- torch --------------------------------------------------------------------------------------------
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from raysgd.constants import NUM_SAMPLES
-from raysgd.core.messages import Interrupt
+from raysgd.core.channel.messages import Interrupt
+from raysgd.core.decisions.policy import PLANNED, Recovery
 from raysgd.core.outcomes import WorkerFailed
-from raysgd.core.policy import PLANNED, Recovery
 from raysgd.trainer.within_call import Contents
 from tests.simulation.network import ProcessGroup
 from tests.simulation.replica import Step, UserError, weights_after

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.lease import Grant, Lease
+from raysgd.core.decisions.lease import Grant, Lease
 from raysgd.engine import generation, takeover
 from raysgd.engine.engine import Engine
 from raysgd.engine.generation import Generation

@@ -14,7 +14,7 @@ from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from raysgd.core.lease import LEASE_S, Lease
+from raysgd.core.decisions.lease import LEASE_S, Lease
 from raysgd.engine.engine import Engine
 from raysgd.errors import ResourceError, SupersededError, WorkerStartError
 from tests.simulation.checker import Violation

@@ -10,8 +10,8 @@ from typing import Any
 
 from greenlet import GreenletExit
 
+from raysgd.core.decisions.policy import LEAVE_BEFORE_S
 from raysgd.core.outcomes import DataLoaderFailure
-from raysgd.core.policy import LEAVE_BEFORE_S
 from tests.simulation.checker import Checker
 from tests.simulation.group import CallDidNotEnd, Node, SimGroup, Worker
 from tests.simulation.network import DRIVER

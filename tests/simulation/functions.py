@@ -21,7 +21,7 @@ import pytest
 from greenlet import getcurrent
 
 from raysgd import train
-from raysgd.core.policy import PLANNED, Recovery
+from raysgd.core.decisions.policy import PLANNED, Recovery
 from raysgd.engine.engine import Engine
 from raysgd.errors import ResourceError, WorkerStartError
 from raysgd.train import (

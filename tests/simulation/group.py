@@ -13,21 +13,21 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from raysgd.core.blobs import Blob
+from raysgd.core.channel.blobs import Blob
+from raysgd.core.channel.messages import Message, PreemptionNotice, ProgressReport, SnapshotUpload
 from raysgd.core.control import Control
-from raysgd.core.lease import LEASE_S, RENEW_EVERY_S, WITNESSED_S
-from raysgd.core.messages import Message, PreemptionNotice, ProgressReport, SnapshotUpload
+from raysgd.core.decisions.lease import LEASE_S, RENEW_EVERY_S, WITNESSED_S
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import GpuFault, Outcome, WorkerFailed
-from raysgd.core.progress import Progress
 from raysgd.errors import SupersededError
 from raysgd.workers.calls import SMALL
+from raysgd.workers.cluster.keeper import RENEWALS
+from raysgd.workers.cluster.nodes import Room
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
-from raysgd.workers.keeper import RENEWALS
 from raysgd.workers.orphan import DriverContact, NamedHost
 from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.transfer import AnyTransfer
-from raysgd.workers.worker_group import Room
 from tests.simulation.network import DRIVER, Link, Network, NetworkError, ProcessGroup, SimBackend
 from tests.simulation.replica import GpuError, SimReplica
 from tests.simulation.world import Condition, Process, Wake, World

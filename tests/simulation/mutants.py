@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from raysgd.core import metrics, policy
+from raysgd.core.channel.messages import Interrupt, ProgressReport, ProposeBoundary
 from raysgd.core.control import Control
-from raysgd.core.gpu_failures import GpuFailures
-from raysgd.core.messages import Interrupt, ProgressReport, ProposeBoundary
-from raysgd.core.policy import PLANNED, Observation, Recovery
-from raysgd.core.progress import Progress
-from raysgd.core.sampling_plan import RankShare, SamplingPlan
+from raysgd.core.decisions import policy
+from raysgd.core.decisions.gpu_failures import GpuFailures
+from raysgd.core.decisions.policy import PLANNED, Observation, Recovery
+from raysgd.core.decisions.sampling_plan import RankShare, SamplingPlan
+from raysgd.core.measures import metrics
+from raysgd.core.measures.progress import Progress
 from raysgd.core.snapshot import Snapshot, SnapshotStore
 from raysgd.engine import boundary, engine, generation, membership, recovery, watchdog
 from raysgd.engine.engine import Engine

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from raysgd.core.average_meters import AverageMeterCollection
-from raysgd.core.blobs import Blob
+from raysgd.core.channel.blobs import Blob
+from raysgd.core.channel.messages import SnapshotUpload
 from raysgd.core.control import Control
-from raysgd.core.messages import SnapshotUpload
-from raysgd.core.metrics import Measured, for_all_ranks
+from raysgd.core.decisions.sampling_plan import SamplingPlan
+from raysgd.core.measures.average_meters import AverageMeterCollection
+from raysgd.core.measures.metrics import Measured, for_all_ranks
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import DataLoaderFailure, Interrupted
-from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
-from raysgd.core.sampling_plan import SamplingPlan
 from raysgd.errors import CheckpointError
 from raysgd.replica.feed import Feed, MembershipChange, Source
 from raysgd.replica.loading import Refusal, take_over

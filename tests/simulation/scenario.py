@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from raysgd.constants import NUM_SAMPLES
-from raysgd.core import metrics
-from raysgd.core.policy import PLANNED, Recovery
+from raysgd.core.decisions.policy import PLANNED, Recovery
+from raysgd.core.measures import metrics
 from raysgd.core.protocols import Call
 from raysgd.core.snapshot import Ask, Snapshot
 from raysgd.engine.call import Job

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from raysgd.core.measures.timers import Timers
 from raysgd.core.ranks import RankInfo
-from raysgd.core.timers import Timers
 from raysgd.replica.pace import Pace
 from raysgd.replica.step import Drawn, Step
 from raysgd.torch.foreign import run_after_backward

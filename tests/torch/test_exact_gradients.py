@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ConfigError, TrainingOptions
-from raysgd.core.sampling_plan import SamplingPlan
+from raysgd.core.decisions.sampling_plan import SamplingPlan
 from raysgd.data import RayData
 from raysgd.ray_data.dealer import Dealer, PartRequest
 from raysgd.torch import TrainingOperator

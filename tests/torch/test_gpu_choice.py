@@ -7,7 +7,7 @@ import torch
 
 from raysgd import ConfigError
 from raysgd.torch import setup
-from raysgd.workers import cluster
+from raysgd.workers.cluster import connecting
 
 ANYWHERE, OUTSIDE, IN_RAY = None, False, True  # where the worker runs
 HAS_GPU, HAS_NONE = "this machine has a GPU, but", "this machine has no GPU, but"
@@ -64,12 +64,12 @@ def test_without_a_cluster_there_is_none_to_ask() -> None:
 
     if ray.is_initialized():
         pytest.skip("another test has started a cluster")
-    assert cluster.gpus_for_workers(join=True) is None, "RAY_ADDRESS is 'local'"
+    assert connecting.gpus_for_workers(join=True) is None, "RAY_ADDRESS is 'local'"
     assert not ray.is_initialized()
 
 
 def test_a_cluster_is_asked_for_all_its_nodes(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cluster.gpus_for_workers(join=False) == 0
+    assert connecting.gpus_for_workers(join=False) == 0
     nodes = {"head": {"CPU": 8}, "a": {"CPU": 64, "GPU": 8}, "b": {"GPU": 1}}
-    monkeypatch.setattr(cluster, "alive_nodes", lambda: nodes)
-    assert cluster.gpus_for_workers(join=False) == 9
+    monkeypatch.setattr(connecting, "alive_nodes", lambda: nodes)
+    assert connecting.gpus_for_workers(join=False) == 9

@@ -294,8 +294,8 @@ def test_it_goes_with_its_part_when_parts_are_dealt_in_another_way(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The two workers are fast in turn."""
-    monkeypatch.setattr("raysgd.core.dealing.EVERY", 1)
-    monkeypatch.setattr("raysgd.core.dealing.MOST_DOUBLED", 0)
+    monkeypatch.setattr("raysgd.core.decisions.dealing.EVERY", 1)
+    monkeypatch.setattr("raysgd.core.decisions.dealing.MOST_DOUBLED", 0)
 
     def seconds(*_: Any) -> float:
         worker = Cluster.running.here

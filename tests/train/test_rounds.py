@@ -14,7 +14,7 @@ import pytest
 
 from raysgd import train
 from raysgd.callbacks.base import TRACES
-from raysgd.core.messages import FunctionReport
+from raysgd.core.channel.messages import FunctionReport
 from raysgd.errors import CheckpointError
 from raysgd.train import Backend, ReportMismatchError, checkpoint_manager, rounds
 from raysgd.train.checkpoint_manager import CheckpointManager

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from raysgd import AutoCheckpoint, CheckpointError, ConfigError, TorchTrainer, shutdown_all
 from raysgd.callbacks import Callback, EarlyStopping
-from raysgd.core.metrics import Measured
-from raysgd.core.progress import Progress
+from raysgd.core.measures.metrics import Measured
+from raysgd.core.measures.progress import Progress
 from raysgd.replica.writing import Question
 from raysgd.trainer.auto_checkpoint import CheckpointFolder, SavedPlace, WriterFailed
 from raysgd.trainer.saves import FileDraft

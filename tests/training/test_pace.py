@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.speed import Sums
+from raysgd.core.measures.speed import Sums
 from raysgd.replica import pace
 from raysgd.replica.pace import Pace
 

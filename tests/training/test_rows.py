@@ -1,6 +1,6 @@
 """Reports of workers that divide one data set cause no warning. Those of others are in `local/test_loops_and_data.py`."""
 
-from raysgd.core.metrics import Measured
+from raysgd.core.measures.metrics import Measured
 from raysgd.replica.rows import RowsCheck
 
 

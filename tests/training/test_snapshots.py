@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from raysgd.core.channel.messages import SnapshotUpload
 from raysgd.core.control import Control
-from raysgd.core.messages import SnapshotUpload
-from raysgd.core.metrics import Measured
-from raysgd.core.progress import Progress
+from raysgd.core.measures.metrics import Measured
+from raysgd.core.measures.progress import Progress
 from raysgd.replica import snapshots
 from raysgd.replica.snapshots import Snapshotter
 

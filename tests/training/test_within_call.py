@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from raysgd import AutoCheckpoint, ConfigError
-from raysgd.core.metrics import Measured, WeightedMean, merge_measured
-from raysgd.core.progress import Progress
+from raysgd.core.measures.metrics import Measured, WeightedMean, merge_measured
+from raysgd.core.measures.progress import Progress
 from raysgd.replica.writing import Asking, Question, Reply
 from raysgd.trainer.auto_checkpoint import measured_in, numbers_of
 from raysgd.trainer.within_call import Contents, Schedule, WithinCall

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from raysgd.environment import GLOO_INTERFACE, NCCL_INTERFACE
-from raysgd.workers import cluster
+from raysgd.workers.cluster import nodes
 
 
 def addressed(kind: int, address: str) -> SimpleNamespace:
@@ -37,4 +37,4 @@ def test_the_address_of_the_interface_that_is_chosen(
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: known)
     for variable in (GLOO_INTERFACE, NCCL_INTERFACE):
         monkeypatch.setenv(variable, variables.get(variable, ""))
-    assert cluster.named_address() == address
+    assert nodes.named_address() == address

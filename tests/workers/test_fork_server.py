@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.workers import fork_server
-from raysgd.workers.processes import LocalProcess
+from raysgd.workers.cluster import fork_server
+from raysgd.workers.cluster.processes import LocalProcess
 from tests.background import Background
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,7 +107,7 @@ def train(background: Background) -> dict[str, Any]:
 def test_a_worker_that_is_forked_is_like_one_that_is_started(outcome: Any) -> None:
     run = outcome()
     for each in [*run["first"], *run["second"]]:
-        assert "raysgd.workers.fork_server" in each["command"]  # of the process that it was forked from
+        assert "raysgd.workers.cluster.fork_server" in each["command"]  # of the process that it was forked from
         assert os.path.realpath(each["executable"]) == os.path.realpath(sys.executable)
         assert each["session"] == each["pid"] and each["folder"] == run["folder"]
         assert each["mine"] == "set by the script" and each["threads"] == 1
@@ -188,7 +188,7 @@ def test_trainers_share_a_fork_server_in_a_cluster_of_the_user(environment: dict
     (*workers, task), left, files = outcome()
     assert len({each["parent"] for each in workers}) == 1
     for each in workers:
-        assert "raysgd.workers.fork_server" in each["command"][1]
+        assert "raysgd.workers.cluster.fork_server" in each["command"][1]
     assert "fork_server" not in task["command"][1], "Ray starts other processes as before"
     for each in (*workers, task):
         assert each["mine"] == "of the job" and each["given"]
@@ -279,7 +279,7 @@ def test_an_interpreter_starts_if_the_server_has_ended(tmp_path: Path, monkeypat
 
 IMPORTED = """
 import sys, threading, types
-from raysgd.workers import fork_server
+from raysgd.workers.cluster import fork_server
 fork_server.GPUS = [{gpu!r} + "*"]
 gpu = open({gpu!r} + "0", "w")
 torch = types.SimpleNamespace(cuda=types.SimpleNamespace(is_initialized=lambda: {cuda}))

@@ -8,9 +8,9 @@ import ray
 import torch
 
 from raysgd.core.control import Control
-from raysgd.core.gpu_failures import GpuFailures
+from raysgd.core.decisions.gpu_failures import GpuFailures
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import Failed, GpuFault, Ok, Outcome, WorkerFailed
-from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call, SingleWorkerBackend
 from raysgd.core.ranks import RankInfo
 from raysgd.engine.failure import MEMORY_HINT, raise_user_error

@@ -12,7 +12,7 @@ import pytest
 
 from raysgd import ClusterError, ConfigError, ResourceError
 from raysgd.config import WorkerResources
-from raysgd.workers import cluster, foreign
+from raysgd.workers.cluster import connecting, foreign
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_something_else_that_listens_at_the_stored_address(
 ) -> None:
     found(monkeypatch, silent_port)
     with pytest.raises(ClusterError) as caught:
-        cluster.ensure_cluster()
+        connecting.ensure_cluster()
     text = str(caught.value)
     assert f"joining the Ray cluster at {silent_port}, found on this machine, failed" in text
     for part in ("RAY_ADDRESS=local", "ray stop", "(GCS)"):
@@ -70,7 +70,7 @@ def test_what_the_probe_finds_becomes_advice(
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setattr(foreign, "probe_gcs", lambda address, limit_s: answer)
     with pytest.raises(ClusterError) as caught:
-        cluster.ensure_cluster()
+        connecting.ensure_cluster()
     assert says in str(caught.value)
     assert "10.0.0.1:6379, which RAY_ADDRESS names" in str(caught.value)
     assert init == []
@@ -82,7 +82,7 @@ def test_a_healthy_cluster_is_joined_with_an_announcement(
     found(monkeypatch, silent_port)
     monkeypatch.setattr(foreign, "probe_gcs", lambda address, limit_s: "ok")
     with caplog.at_level(logging.WARNING, "raysgd"):
-        cluster.ensure_cluster()
+        connecting.ensure_cluster()
     assert [call["address"] for call in init] == [silent_port]
     assert f"joining the Ray cluster at {silent_port}, which was found on this machine" in caplog.text
     assert "RAY_ADDRESS=local" in caplog.text
@@ -91,11 +91,11 @@ def test_a_healthy_cluster_is_joined_with_an_announcement(
 def test_a_lasting_cluster_without_its_gcs_is_an_error(monkeypatch: pytest.MonkeyPatch, init: list[Any]) -> None:
     """Ray's own client would wait for minutes, and end the process."""
     found(monkeypatch, "local")
-    monkeypatch.setattr(cluster.lasting_cluster, "locked", nullcontext)
-    monkeypatch.setattr(cluster.lasting_cluster, "address", lambda: "10.0.0.1:6379")
+    monkeypatch.setattr(connecting.lasting_cluster, "locked", nullcontext)
+    monkeypatch.setattr(connecting.lasting_cluster, "address", lambda: "10.0.0.1:6379")
     monkeypatch.setattr(foreign, "probe_gcs", lambda address, limit_s: "it did not answer within 60 s")
     with pytest.raises(ClusterError, match=r"10\.0\.0\.1:6379, found on this machine, failed: it did not answer"):
-        cluster.join_running()
+        connecting.join_running()
     assert init == []
 
 
@@ -104,9 +104,9 @@ def test_a_cluster_of_this_machine_is_asked_with_its_token(
     lasting: bool, monkeypatch: pytest.MonkeyPatch, init: list[Any], silent_port: str
 ) -> None:
     found(monkeypatch, "local" if lasting else silent_port)
-    monkeypatch.setattr(cluster, "require_ray", lambda: "session")
-    monkeypatch.setattr(cluster.lasting_cluster, "locked", nullcontext)
-    monkeypatch.setattr(cluster.lasting_cluster, "address", lambda: silent_port)
+    monkeypatch.setattr(connecting, "require_ray", lambda: "session")
+    monkeypatch.setattr(connecting.lasting_cluster, "locked", nullcontext)
+    monkeypatch.setattr(connecting.lasting_cluster, "address", lambda: silent_port)
     calls = []
 
     def answer(address: str, limit_s: float) -> str:
@@ -115,7 +115,7 @@ def test_a_cluster_of_this_machine_is_asked_with_its_token(
 
     monkeypatch.setattr(foreign, "use_token_if_available", lambda: calls.append("token"))
     monkeypatch.setattr(foreign, "probe_gcs", answer)
-    assert cluster.join_running() == silent_port
+    assert connecting.join_running() == silent_port
     assert calls[:2] == ["token", silent_port]
     assert len(init) == 1
 
@@ -128,7 +128,7 @@ def test_an_error_of_ray_while_joining_says_what_to_do(monkeypatch: pytest.Monke
     monkeypatch.setattr(foreign, "probe_gcs", lambda address, limit_s: "ok")
     monkeypatch.setattr("ray.init", refuse)
     with pytest.raises(ClusterError, match=r"RuntimeError: the versions differ\).*RAY_ADDRESS=local") as caught:
-        cluster.ensure_cluster()
+        connecting.ensure_cluster()
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
@@ -139,7 +139,7 @@ def test_an_error_of_ray_while_starting_says_what_to_do(monkeypatch: pytest.Monk
     monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.setattr("ray.init", slow)
     with pytest.raises(ClusterError) as caught:
-        cluster.ensure_cluster()
+        connecting.ensure_cluster()
     for part in ("did not start on this machine", "timed out during startup", "an overloaded machine", "ray.init(...)"):
         assert part in str(caught.value)
 
@@ -148,7 +148,7 @@ def test_a_wrong_switch_is_named_before_ray_starts(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.setenv("RAYSGD_FORK_WORKERS", "maybe")
     with pytest.raises(ConfigError, match="RAYSGD_FORK_WORKERS is 'maybe'; it must be 0 or 1"):
-        cluster.ensure_cluster()
+        connecting.ensure_cluster()
     assert init == []
 
 
@@ -160,7 +160,7 @@ def test_no_cluster_is_started_without_the_gpus_that_workers_need(
     with pytest.raises(
         ResourceError, match=r"each worker needs 1 GPU, this machine has 0, .*pass use_gpu=False, or .*RAY_ADDRESS"
     ):
-        cluster.ensure_cluster(WorkerResources(gpus=1))
+        connecting.ensure_cluster(WorkerResources(gpus=1))
     assert init == []
 
 
@@ -170,10 +170,10 @@ def test_a_cluster_beside_that_of_another_script_is_announced(
 ) -> None:
     found(monkeypatch, "")
     monkeypatch.setattr(foreign, "find_clusters", lambda: others)
-    monkeypatch.setattr(cluster, "start_fork_server", lambda: "")
-    monkeypatch.setattr(cluster, "require_ray", lambda: "session")
+    monkeypatch.setattr(connecting, "start_fork_server", lambda: "")
+    monkeypatch.setattr(connecting, "require_ray", lambda: "session")
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0})
-    cluster.ensure_cluster()
+    connecting.ensure_cluster()
     (message,) = caplog.messages
     assert len(init) == 1 and "4 CPUs" in message
     assert ("10.0.0.1:6379" in message and "ray start --head" in message) == bool(others)
@@ -183,7 +183,7 @@ def test_a_submitted_job_joins_its_cluster_without_a_probe(monkeypatch: pytest.M
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     monkeypatch.setattr(foreign, "probe_gcs", lambda address, limit_s: pytest.fail("probed"))
-    cluster.ensure_cluster()
+    connecting.ensure_cluster()
     assert len(init) == 1
 
 

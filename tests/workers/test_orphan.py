@@ -1,6 +1,6 @@
 """When a worker whose driver is lost stops, leaves its process group, and ends itself."""
 
-from raysgd.core.lease import LEASE_S
+from raysgd.core.decisions.lease import LEASE_S
 from raysgd.workers.orphan import LINGER_S, DriverContact
 
 

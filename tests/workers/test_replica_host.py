@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from raysgd.core.control import Control
+from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
-from raysgd.core.progress import Progress
 from raysgd.core.protocols import Call, SingleWorkerBackend
 from raysgd.core.ranks import RankInfo
 from raysgd.workers.calls import with_value

@@ -13,8 +13,9 @@ from types import ModuleType
 
 import pytest
 
+from raysgd.environment import is_installed
 from raysgd.workers import serialization
-from raysgd.workers.serialization import is_installed, pack
+from raysgd.workers.serialization import pack
 
 
 def of_this_module() -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raysgd.workers import cluster
+from raysgd.workers.cluster import connecting
 from tests.background import Background
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -24,9 +24,9 @@ def test_the_folder_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     installed = Path(pytest.__file__).parent.parent
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(installed), "/nowhere", "", "/"])  # a notebook
-    assert cluster.folder_of_script() == tmp_path
+    assert connecting.folder_of_script() == tmp_path
     monkeypatch.setattr(sys, "path", [str(installed)])
-    assert cluster.folder_of_script() is None
+    assert connecting.folder_of_script() is None
 
 
 # A node in a mount namespace of its own, in which another, empty folder hides the script's. Both are on this machine, which the
@@ -40,7 +40,7 @@ from ray.cluster_utils import Cluster
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TorchTrainer, TrainingOperator
-from raysgd.workers import foreign
+from raysgd.workers.cluster import foreign
 
 class Small(TrainingOperator):
     def setup(self, config):

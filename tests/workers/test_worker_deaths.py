@@ -18,15 +18,15 @@ import pytest
 
 from raysgd import ElasticConfig
 from raysgd.config import WorkerResources
-from raysgd.core.policy import Recovery
-from raysgd.core.progress import Progress
+from raysgd.core.decisions.policy import Recovery
+from raysgd.core.measures.progress import Progress
 from raysgd.core.protocols import SingleWorkerBackend
 from raysgd.engine.recovery import RecoveryLog, RecoveryLoop, _Case
+from raysgd.workers.cluster.foreign import DeathFilter, hide_deaths_of
+from raysgd.workers.cluster.nodes import Room
+from raysgd.workers.cluster.processes import LocalProcess
 from raysgd.workers.events import Event, WorkerStarted
-from raysgd.workers.foreign import DeathFilter, hide_deaths_of
-from raysgd.workers.processes import LocalProcess
 from raysgd.workers.ray_group import RayGroup
-from raysgd.workers.worker_group import Room
 from tests.faults import Fault, Ground
 
 PARAGRAPH = (

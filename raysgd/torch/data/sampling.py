@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from raysgd.core.sampling_plan import Division, RankShare, SamplingPlan
+from raysgd.core.decisions.sampling_plan import Division, RankShare, SamplingPlan
 from raysgd.errors import ConfigError
 from raysgd.replica.seeding import seed_generators
 from raysgd.torch.foreign import loader_with

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from raysgd.core.decisions.sampling_plan import Division, SamplingPlan
 from raysgd.core.outcomes import DataLoaderFailure
 from raysgd.core.ranks import RankInfo
-from raysgd.core.sampling_plan import Division, SamplingPlan
 from raysgd.core.tree import mapped
 from raysgd.ray_data.columns import RayData
 from raysgd.replica.position import Position

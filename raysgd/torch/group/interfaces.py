@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from raysgd.core.network import address_towards
+from raysgd.core.channel.network import address_towards
 from raysgd.core.ranks import RankInfo
 from raysgd.environment import GLOO_INTERFACE, NCCL_INTERFACE
 

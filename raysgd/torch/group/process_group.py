@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysgd.core.network import LOOPBACK, allow_connections
+from raysgd.core.channel.network import LOOPBACK, allow_connections
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.core.ranks import RankInfo
 from raysgd.environment import NCCL_ANYWHERE, flag_from_environment

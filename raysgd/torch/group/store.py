@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from raysgd.core.network import LOOPBACK, listen
+from raysgd.core.channel.network import LOOPBACK, listen
 from raysgd.core.ranks import RankInfo
 from raysgd.environment import control_ports
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raysgd.core.blobs import Blobs
+from raysgd.core.channel.blobs import Blobs
 from raysgd.torch.state import packing
 
 

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from raysgd.constants import PARTS, PER_WORKER
+from raysgd.core.decisions.sampling_plan import Division
 from raysgd.core.outcomes import RetryStep
 from raysgd.core.ranks import RankInfo
-from raysgd.core.sampling_plan import Division
 from raysgd.errors import ConfigError
 from raysgd.replica.feed import Feed
 from raysgd.replica.position import Position

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from raysgd.core.dealing import EVERY, MOST_DOUBLED, BySpeed, usual_seconds
+from raysgd.core.decisions.dealing import EVERY, MOST_DOUBLED, BySpeed, usual_seconds
 from raysgd.core.ranks import RankInfo
 from raysgd.replica.feed import Feed
 from raysgd.replica.step import Step

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raysgd.core.timers import Timers
+from raysgd.core.measures.timers import Timers
 from raysgd.errors import ConfigError
 from raysgd.replica.feed import Feed
 from raysgd.replica.pace import Pace

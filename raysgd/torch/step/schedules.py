@@ -16,7 +16,7 @@ from raysgd.constants import (
     SCHEDULER_STEP_STEP,
     STEPPED_BY_TRAINER,
 )
-from raysgd.core.sampling_plan import optimizer_steps
+from raysgd.core.decisions.sampling_plan import optimizer_steps
 from raysgd.errors import ConfigError, counted
 from raysgd.replica.operator_base import Schedule
 from raysgd.torch.foreign import milestones_of, nested_schedulers, steps_of

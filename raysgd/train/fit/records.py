@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raysgd.callbacks.folder import RESULTS, create_new_folder, numbered, timestamp
-from raysgd.core.metrics import plain
+from raysgd.core.measures.metrics import plain
 from raysgd.errors import CheckpointError, described, shown
 from raysgd.storage import checksums, folders, locations
 from raysgd.storage.locations import Place

@@ -40,7 +40,7 @@ from torch.utils.data.distributed import DistributedSampler
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from raysgd.core.sampling_plan import RankShare
+from raysgd.core.decisions.sampling_plan import RankShare
 from raysgd.errors import ConfigError
 from raysgd.replica.seeding import Places, seed_generators
 from raysgd.torch.data.sampling import Units, agree, set_epoch

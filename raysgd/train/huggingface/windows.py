@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from raysgd.core.sampling_plan import RankShare
+from raysgd.core.decisions.sampling_plan import RankShare
 
 
 @dataclass(frozen=True)

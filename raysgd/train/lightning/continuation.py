@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from raysgd.core.sampling_plan import SamplingPlan
+from raysgd.core.decisions.sampling_plan import SamplingPlan
 from raysgd.errors import ConfigError
 from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.foreign import loader_with

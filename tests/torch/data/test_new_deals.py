@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
+from raysgd.core.decisions.sampling_plan import Division
 from raysgd.core.outcomes import DataLoaderFailure
-from raysgd.core.sampling_plan import Division
 from raysgd.replica.feed import Carrier, Reader
 from raysgd.replica.seeding import Places
 from raysgd.torch.foreign import loader_with

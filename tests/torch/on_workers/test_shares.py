@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer
-from raysgd.core.dealing import EVERY
+from raysgd.core.decisions.dealing import EVERY
 from raysgd.torch import TrainingOperator
 from tests.torch.small import weights
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from raysgd import Speed, TorchTrainer
-from raysgd.core import speed
+from raysgd.core.measures import speed
 from tests.torch.small import Line
 
 SLEEP_S = 0.1  # much longer than what else a step takes, also on a busy machine

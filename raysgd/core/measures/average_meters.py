@@ -9,7 +9,7 @@ from copy import copy
 from typing import Any
 
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES, WEIGHT
-from raysgd.core.metrics import WeightedMean, check_name, is_in_range, out_of_range
+from raysgd.core.measures.metrics import WeightedMean, check_name, is_in_range, out_of_range
 from raysgd.errors import shown
 
 # A float cannot represent every integer above this, so a larger weight is treated as a float.

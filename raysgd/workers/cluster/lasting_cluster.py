@@ -20,15 +20,15 @@ from pathlib import Path
 
 from raysgd.errors import ClusterError, described
 from raysgd.storage.durable import open_locked, private_folder, private_place
-from raysgd.workers import foreign
-from raysgd.workers.fork_server import IN_BACKGROUND, PARENT_OF_RAYSGD, REPLICAS, start_fork_server
-from raysgd.workers.ray_control_service import ask
+from raysgd.workers.cluster import foreign
+from raysgd.workers.cluster.fork_server import IN_BACKGROUND, PARENT_OF_RAYSGD, REPLICAS, start_fork_server
+from raysgd.workers.cluster.ray_control_service import ask
 
 logger = logging.getLogger("raysgd")
 
 LOOK_S = 1.0
 STARTED = "started"
-HOST = "import sys; sys.path[0] = sys.argv[1]; from raysgd.workers.lasting_cluster import main; main(*sys.argv[2:])"
+HOST = "import sys; sys.path[0] = sys.argv[1]; from raysgd.workers.cluster.lasting_cluster import main; main(*sys.argv[2:])"
 
 
 @contextlib.contextmanager

@@ -19,8 +19,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from typing import IO, TypeVar
 
-from raysgd.core import frames
-from raysgd.core.messages import Message
+from raysgd.core.channel import frames
+from raysgd.core.channel.messages import Message
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from raysgd.core.metrics import Measured
-from raysgd.core.progress import Progress
+from raysgd.core.measures.metrics import Measured
+from raysgd.core.measures.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from pathlib import Path
 from raysgd.environment import flag_from_environment
 from raysgd.errors import described
 from raysgd.storage.durable import own_folder
-from raysgd.workers.processes import LocalProcess
+from raysgd.workers.cluster.processes import LocalProcess
 
 logger = logging.getLogger("raysgd")
 
@@ -63,7 +63,7 @@ NO_FORKS = (
     "the attempt"
 )
 # The first folder of `sys.path` would be the working directory, in which others may write.
-SERVER = "import sys; sys.path[0] = sys.argv[1]; from raysgd.workers.fork_server import main; main()"
+SERVER = "import sys; sys.path[0] = sys.argv[1]; from raysgd.workers.cluster.fork_server import main; main()"
 IN_BACKGROUND = ("/bin/sh", "-c", '"$@" &', "sh")
 PARENT_OF_RAYSGD = str(Path(__file__).resolve().parents[2])
 # What an interpreter and native libraries read when they start, so that a fork would not see what a worker has there.

@@ -23,7 +23,7 @@ import secrets
 import struct
 from collections.abc import Iterator
 
-from raysgd.core.messages import Message
+from raysgd.core.channel.messages import Message
 from raysgd.errors import ConfigError
 from raysgd.version import __version__
 

@@ -15,7 +15,7 @@ from numbers import Rational, Real
 from typing import Any, Literal
 
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
-from raysgd.core.speed import Sums
+from raysgd.core.measures.speed import Sums
 from raysgd.errors import ConfigError, close_to, shown
 
 SKIPPED = "skipped_steps"

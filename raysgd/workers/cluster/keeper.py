@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.core.lease import LEASE_S, PATIENCE_S, RENEW_EVERY_S, WITNESSED_S, Lease
+from raysgd.core.decisions.lease import LEASE_S, PATIENCE_S, RENEW_EVERY_S, WITNESSED_S, Lease
 from raysgd.errors import ClusterError, ConfigError, SupersededError, TrainerBusyError
 
 logger = logging.getLogger("raysgd")
