@@ -12,7 +12,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.config import (
-    ElasticConfig,
     Exclusions,
     at_least,
     check_flags,
@@ -20,7 +19,6 @@ from raysgd.config import (
     object_of,
     one_of,
     refuse,
-    refuse_comparison,
 )
 from raysgd.errors import ConfigError, suggesting_fields
 
@@ -69,40 +67,6 @@ EXCLUDED: Exclusions = (
     (
         {"parallel": ("fsdp",), "precision": ("fp16", "apex")},
         "each worker sees the gradients of its shard only, so they could not agree on skipping a step: use 'fp32' or 'bf16'",
-    ),
-)
-
-
-EXCLUDED_WITH_SEVERAL_WORKERS: Exclusions = (
-    (
-        {"name": bool, "parallel": ("fsdp",)},
-        "each worker has only a part of a sharded model, which outlives its script in checkpoints. Leave out name, and pass "
-        "checkpoints=AutoCheckpoint(...) and resume='auto'",
-    ),
-    (
-        {"shares": ("speed",), "parallel": ("fsdp",)},
-        "each forward pass of a sharded model needs all workers, so they make equally many. Leave shares out, or pass parallel='ddp'",
-    ),
-    (
-        {"shares": ("speed",), "sync_batchnorm": bool},
-        "SyncBatchNorm needs all workers in each forward pass, so they make equally many. Leave one of them out",
-    ),
-    (
-        {"sync_batchnorm": bool, "use_gpu": (False,)},
-        "torch has no SyncBatchNorm for CPUs: pass use_gpu=True, or leave it out",
-    ),
-    (
-        {"comm_hook": ("bf16",), "use_gpu": (False,)},
-        "torch has this hook for NCCL only, so for GPUs: use 'fp16', or leave it out",
-    ),
-    (
-        {"on_nonfinite": bool, "parallel": (None,)},
-        "raysgd does not know when you have averaged the gradients. Leave it out, or let raysgd average them",
-    ),
-    (
-        {"precision": ("apex",), "accumulate": (1).__lt__},
-        "Apex keeps the gradients of earlier batches where DDP does not see them, and cannot exchange them all at once: use 'fp16' or "
-        "'bf16'",
     ),
 )
 
@@ -190,21 +154,6 @@ class TrainingOptions:
             raise ConfigError(
                 "ddp_args={'static_graph': True} cannot be combined with accumulate: DDP learns the graph from the first batch, and "
                 "must exchange gradients in it. Leave one of them out"
-            )
-
-    def check_with(self, *, num_workers: int, use_gpu: bool, elastic: ElasticConfig, name: str | None = None) -> None:
-        """Raise ConfigError for other arguments of the trainer that exclude these options."""
-        if num_workers > 1:
-            given = {**vars(self), "comm_hook": self.hook_name, "use_gpu": use_gpu, "name": name, **vars(elastic)}
-            refuse(EXCLUDED_WITH_SEVERAL_WORKERS, given)
-        if self.parallel is None and num_workers > 1:
-            refuse_comparison(elastic, "with parallel=None raysgd does not know whether they should be equal")
-        if self.parallel == "fsdp" and num_workers > 1:
-            refuse_comparison(elastic, "with parallel='fsdp' no two ranks have the same ones")
-        if self.parallel == "fsdp" and num_workers > 1 and elastic.snapshot_every not in ("epoch", None):
-            raise ConfigError(
-                f"snapshot_every={elastic.snapshot_every!r} has no effect with parallel='fsdp', because no process has the full state of "
-                "the model: leave it out, and pass checkpoints=AutoCheckpoint(..., every=...)"
             )
 
     @staticmethod

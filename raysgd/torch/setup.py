@@ -31,7 +31,7 @@ from raysgd.replica.settings import OperatorReplicaFactory
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.replica import TorchReplica
 from raysgd.torch.settings import TorchSettings
-from raysgd.trainer.arguments import check_config, needs_ray
+from raysgd.trainer.arguments import needs_ray
 from raysgd.trainer.auto_checkpoint import AutoCheckpoint, wanted_metrics
 from raysgd.workers.cluster.connecting import gpus_for_workers
 
@@ -70,28 +70,22 @@ WITHOUT_EFFECT = {
 }
 
 
-def divisible_config(config: Any, num_workers: int) -> dict[str, Any]:
-    """Check the config. A batch size that the number of workers does not divide is rounded down,
-    with a warning."""
-    shown = check_config(config, num_workers)
-    if BATCH_SIZE not in shown:
-        return shown
-    total = shown[BATCH_SIZE]
-    each = total // num_workers
-    if each * num_workers != total:
+def replica_factory(operator_cls: Any, config: dict[str, Any], settings: TorchSettings) -> OperatorReplicaFactory:
+    """Make what makes the replicas. Each of them has its part of the batch size in its config. A
+    batch size that the number of workers does not divide is rounded down in `config`, with a
+    warning."""
+    if BATCH_SIZE not in config:
+        return OperatorReplicaFactory(TorchReplica, operator_cls, config, settings)
+    total, workers = config[BATCH_SIZE], settings.num_workers
+    each = total // workers
+    config[BATCH_SIZE] = each * workers
+    if config[BATCH_SIZE] != total:
         warnings.warn(
-            f"config[{BATCH_SIZE!r}] is {total}, which num_workers={num_workers} does not divide: each worker uses {each}, "
-            f"all together {each * num_workers}",
+            f"config[{BATCH_SIZE!r}] is {total}, which num_workers={workers} does not divide: each worker uses {each}, "
+            f"all together {config[BATCH_SIZE]}",
             stacklevel=4,
         )
-    shown[BATCH_SIZE] = each * num_workers
-    return shown
-
-
-def replica_factory(operator_cls: Any, config: dict[str, Any], settings: TorchSettings) -> OperatorReplicaFactory:
-    """Make what makes the replicas. Each of them has its part of the batch size in its config."""
-    sizes = {BATCH_SIZE: config[BATCH_SIZE] // settings.num_workers} if BATCH_SIZE in config else {}
-    return OperatorReplicaFactory(TorchReplica, operator_cls, {**config, **sizes}, settings)
+    return OperatorReplicaFactory(TorchReplica, operator_cls, {**config, BATCH_SIZE: each}, settings)
 
 
 @dataclass(frozen=True)
@@ -107,35 +101,18 @@ class PlacedWorkers:
 
 
 def place_workers(
-    num_workers: int, name: str | None, use_ray: bool | None, num_cpus: Any, use_gpu: Any, resources: Any
+    several: bool, name: str | None, use_ray: bool | None, num_cpus: Any, use_gpu: Any, resources: Any
 ) -> PlacedWorkers:
     """Decide what workers reserve, and where they run. Unless it is a process of Ray, the only
     worker runs in this process."""
     named = name is not None
-    parsed = worker_resources(num_cpus, use_gpu, resources, use_ray if num_workers == 1 and not named else True)
+    parsed = worker_resources(num_cpus, use_gpu, resources, True if several or named else use_ray)
     on_gpu = parsed.gpus > 0
     missing_gpu = on_gpu and not torch.cuda.is_available()  # it may be on another machine
-    remote = needs_ray(use_ray, num_workers, parsed, elsewhere=missing_gpu or named)
+    remote = needs_ray(use_ray, several, parsed, elsewhere=missing_gpu or named)
     rows = no_rows if named else SharedRowReaders(uuid4().hex[:8]) if remote else local_row_reader
     threads, dtype = max(1, int(parsed.cpus)) if remote else None, torch.get_default_dtype()
     return PlacedWorkers(parsed, {"use_gpu": on_gpu, "threads": threads, "rows": rows, "dtype": dtype})
-
-
-def checked_parts(parts: int | None, num_workers: int, elastic: ElasticConfig, backend: Any) -> int | None:
-    """Return the argument `parts`. Whether it divides a batch is known when there is a loader."""
-    if parts is not None:
-        at_least("parts", parts, num_workers, whole=True)
-    if elastic.shares == "speed":
-        if parts is None or parts <= num_workers:
-            raise ConfigError(
-                f"shares='speed' deals the parts of a batch, and each of {num_workers} workers has one at least: pass more of them, "
-                f"TorchTrainer(parts={4 * num_workers}, ...)"
-            )
-        if backend == "horovod":
-            raise ConfigError("shares='speed' cannot be combined with backend='horovod': leave one of them out")
-    if parts is not None and elastic.batch != "auto":
-        raise ConfigError(f"parts={parts} cannot be combined with batch={elastic.batch!r}: leave one of them out")
-    return parts
 
 
 def worker_resources(num_cpus: Any, use_gpu: Any, resources: Any, in_ray: bool | None = True) -> WorkerResources:

@@ -134,17 +134,16 @@ class TorchTrainer(TrainerBase):
         **unknown: NoReturn,
     ) -> None:
         refuse_unknown(TorchTrainer, unknown, setup.GROUPS, setup.REMOVED, setup.WITHOUT_EFFECT)
-        elastic = checked(training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic)
+        elastic, config, several = checked(
+            training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic, config
+        )
         options = TrainingOptions.checked(options).resolved(wrap_ddp=wrap_ddp, use_fp16=use_fp16)
-        folder = opened_folder(checkpoints, resume, ".pt")
-        config = setup.divisible_config(config, num_workers)
-        workers = setup.place_workers(num_workers, name, use_ray, num_cpus_per_worker, use_gpu, resources_per_worker)
+        workers = setup.place_workers(several, name, use_ray, num_cpus_per_worker, use_gpu, resources_per_worker)
         callbacks = check_callbacks(callbacks)
-        options.check_with(num_workers=num_workers, use_gpu=workers.use_gpu, elastic=elastic, name=name)
         strategy = choose_strategy(backend, options, horovod_args, gpus=workers.resources.gpus)
         settings = TorchSettings(
             num_workers=num_workers,
-            parts=setup.checked_parts(parts, num_workers, elastic, backend),
+            parts=parts,
             use_tqdm=use_tqdm,
             options=options,
             add_dist_sampler=add_dist_sampler,
@@ -152,9 +151,10 @@ class TorchTrainer(TrainerBase):
             scheduler_step_freq=scheduler_step_freq,
             elastic=elastic,
             **workers.of_process,
-            **strategy.of_replicas(num_workers, options),
+            **strategy.of_replicas(several, options),
             **setup.wanted_by(callbacks, checkpoints),
         )
+        settings.check(name, backend)
         super().__init__(
             RunDescription(
                 trainer="TorchTrainer",
@@ -167,7 +167,7 @@ class TorchTrainer(TrainerBase):
                 saved=self._newest_saved if settings.is_sharded else None,
                 callbacks=callbacks,
                 logdir=logdir,
-                folder=folder,
+                folder=opened_folder(checkpoints, resume, ".pt"),
                 named=checked_name(name, orphan_s),
             )
         )

@@ -65,9 +65,11 @@ def refuse_unknown(
         raise TypeError(f"{trainer.__name__} takes no argument {name!r}{hint}")
 
 
-def checked(operator_cls: Any, base: type, num_workers: Any, hook: Any, timeout_s: Any, elastic: Any) -> ElasticConfig:
+def checked(
+    operator_cls: Any, base: type, num_workers: Any, hook: Any, timeout_s: Any, elastic: Any, config: Any
+) -> tuple[ElasticConfig, dict[str, Any], bool]:
     """Raise ConfigError for wrong values of arguments that both trainers have. Return `elastic`, or
-    the default."""
+    the default, a copy of the config, and whether there can be several workers."""
     if not isinstance(operator_cls, type) or not issubclass(operator_cls, base):
         hint = " Pass the class itself, not an instance." if isinstance(operator_cls, base) else ""
         hint = " For a training function, use raysgd.train.TorchTrainer." if inspect.isfunction(operator_cls) else hint
@@ -85,7 +87,14 @@ def checked(operator_cls: Any, base: type, num_workers: Any, hook: Any, timeout_
         raise ConfigError(
             f"elastic.min_workers is {checked.min_workers}, but num_workers is {num_workers}: pass at most num_workers"
         )
-    return checked
+    copied = _copy_config(config)
+    total = copied.get(BATCH_SIZE, num_workers)
+    if not isinstance(total, int) or isinstance(total, bool) or total < num_workers:
+        raise ConfigError(
+            f"config[{BATCH_SIZE!r}] is the batch of all workers together: a whole number of at least num_workers "
+            f"({num_workers}), got {total!r}"
+        )
+    return checked, copied, num_workers > 1
 
 
 # What raysgd calls of an operator, with the names of the arguments that it passes.
@@ -163,9 +172,8 @@ def check_call(num_steps: Any, max_retries: Any, info: Any) -> None:
         raise ConfigError(f"info must be a dict, got {info!r}")
 
 
-def check_config(config: Any, num_workers: int) -> dict[str, Any]:
-    """Check and copy the config. Raise ConfigError if it is not a dict, or if its batch size is not
-    possible."""
+def _copy_config(config: Any) -> dict[str, Any]:
+    """Copy the config. Raise ConfigError if it is not a dict, or has an open file."""
     if config is not None and not isinstance(config, Mapping):
         raise ConfigError(f"config must be a dict, got {config!r}")
     copied = dict(config or {})
@@ -175,20 +183,14 @@ def check_config(config: Any, num_workers: int) -> dict[str, Any]:
                 f"config[{key!r}] is an open file, {shown(value)}, and each worker would read a copy of its own from memory: "
                 "pass its path, and open it in setup"
             )
-    total = copied.get(BATCH_SIZE, num_workers)
-    if not isinstance(total, int) or isinstance(total, bool) or total < num_workers:
-        raise ConfigError(
-            f"config[{BATCH_SIZE!r}] is the batch of all workers together: a whole number of at least num_workers "
-            f"({num_workers}), got {total!r}"
-        )
     return copied
 
 
-def needs_ray(use_ray: bool | None, num_workers: int, resources: WorkerResources, *, elsewhere: bool = False) -> bool:
+def needs_ray(use_ray: bool | None, several: bool, resources: WorkerResources, *, elsewhere: bool = False) -> bool:
     """Whether workers are Ray actors. One worker runs in this process, unless the user asks for
     Ray, or it needs resources that only the cluster may have (`elsewhere`: its GPU is not in this
     machine, or it outlives this process)."""
-    if num_workers > 1 or resources.custom or elsewhere:
+    if several or resources.custom or elsewhere:
         if use_ray is False:
             raise ConfigError(
                 "use_ray=False is possible with num_workers=1 only, without name= and custom resources, and with a GPU only if "

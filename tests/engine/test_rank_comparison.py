@@ -4,7 +4,7 @@ import copy
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from torch import nn
 from raysgd import ElasticConfig, TrainingOptions
 from raysgd.engine.rank_comparison import Comparison, difference
 from raysgd.errors import ConfigError
+from raysgd.torch.settings import TorchSettings
 from raysgd.torch.state.rank_comparison import sums_of
 from tests.peek import parts_of
 
@@ -175,10 +176,14 @@ def test_it_is_refused_where_it_cannot_be_done() -> None:
 
     with pytest.raises(ConfigError, match="and a training function owns its models, so nothing else knows them"):
         Trainer(backend="torch", num_workers=1, elastic=ElasticConfig(on_divergence="raise"))
+
+    def check(options: TrainingOptions, on_divergence: Literal["raise"] | None) -> None:
+        elastic = ElasticConfig(on_divergence=on_divergence)
+        TorchSettings(num_workers=2, options=options, elastic=elastic).check(None, "auto")
+
     unwrapped = TrainingOptions().resolved(wrap_ddp=False)
     with pytest.raises(ConfigError, match="with parallel=None raysgd does not know whether they should be equal"):
-        unwrapped.check_with(num_workers=2, use_gpu=False, elastic=ElasticConfig(on_divergence="raise"))
-    unwrapped.check_with(num_workers=2, use_gpu=False, elastic=ElasticConfig(on_divergence=None))
+        check(unwrapped, "raise")
+    check(unwrapped, None)
     with pytest.raises(ConfigError, match="with parallel='fsdp' no two ranks have the same ones"):
-        sharded = TrainingOptions(parallel="fsdp")
-        sharded.check_with(num_workers=2, use_gpu=False, elastic=ElasticConfig(on_divergence="raise"))
+        check(TrainingOptions(parallel="fsdp"), "raise")

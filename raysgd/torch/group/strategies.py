@@ -31,9 +31,8 @@ class Strategy:
     wraps: bool = True
     asynchronous: bool = False
 
-    def of_replicas(self, workers: int, options: TrainingOptions) -> dict[str, Any]:
-        """The settings of the replicas of so many workers that depend on it."""
-        several = workers > 1
+    def of_replicas(self, several: bool, options: TrainingOptions) -> dict[str, Any]:
+        """The settings of the replicas that depend on it, of one worker or `several`."""
         return {
             "wrap_ddp": options.parallel == "ddp" and self.wraps,
             "exchange": self.make_exchange if several else Exchange,
