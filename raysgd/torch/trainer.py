@@ -139,7 +139,7 @@ class TorchTrainer(TrainerBase):
         )
         options = TrainingOptions.checked(options).resolved(wrap_ddp=wrap_ddp, use_fp16=use_fp16)
         workers = setup.place_workers(several, name, use_ray, num_cpus_per_worker, use_gpu, resources_per_worker)
-        callbacks = check_callbacks(callbacks)
+        folder, callbacks = opened_folder(checkpoints, resume, ".pt"), check_callbacks(callbacks)
         strategy = choose_strategy(backend, options, horovod_args, gpus=workers.resources.gpus)
         settings = TorchSettings(
             num_workers=num_workers,
@@ -167,7 +167,7 @@ class TorchTrainer(TrainerBase):
                 saved=self._newest_saved if settings.is_sharded else None,
                 callbacks=callbacks,
                 logdir=logdir,
-                folder=opened_folder(checkpoints, resume, ".pt"),
+                folder=folder,
                 named=checked_name(name, orphan_s),
             )
         )
