@@ -65,7 +65,7 @@ NO_FORKS = (
 # The first folder of `sys.path` would be the working directory, in which others may write.
 SERVER = "import sys; sys.path[0] = sys.argv[1]; from raysgd.workers.cluster.fork_server import main; main()"
 IN_BACKGROUND = ("/bin/sh", "-c", '"$@" &', "sh")
-PARENT_OF_RAYSGD = str(Path(__file__).resolve().parents[2])
+PARENT_OF_RAYSGD = str(Path(__file__).resolve().parents[3])
 # What an interpreter and native libraries read when they start, so that a fork would not see what a worker has there.
 READ_ONCE = (
     *("ATEN_", "CUBLAS", "CUDNN_", "DNNL_", "GLIBC_", "GOMP_", "KERAS_", "KMP_", "LD_", "MALLOC_", "MKL_", "MKLDNN_"),
