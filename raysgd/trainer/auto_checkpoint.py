@@ -3,13 +3,11 @@ takes. Driver."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import re
 import threading
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +27,6 @@ logger = logging.getLogger("raysgd")
 NAME = re.compile(r"loop(\d+)-epoch(\d+)-step(\d+)")
 DRAFT = re.compile(rf"\.{NAME.pattern}\.\w+\.[0-9a-f]{{8}}\.tmp")
 RECORD = ".json"  # written after the checkpoint: a checkpoint without its record is incomplete, and is never loaded
-HISTORY = "raysgd-history.jsonl"
 RELEASE_S = 5.0  # how long a shutdown by force waits for a record that is being written
 LISTED = 3  # files in a message
 
@@ -115,7 +112,6 @@ class CheckpointFolder:
         self.settings, self._suffix, self.resumes = settings, suffix, resumes
         where = locations.place(settings.path)
         self._where = where.absolute() if isinstance(where, Path) else where
-        self._rows = StoredRows(self._where / HISTORY)
         self._claim: FolderClaim | None = None
         self._writing = threading.Lock()  # is held while records and rows are written
         self._saving: threading.Thread | None = None
@@ -136,7 +132,7 @@ class CheckpointFolder:
                 self._unrecorded |= dict.fromkeys(files, f"there is no {place.name}{RECORD}")
                 continue
             try:
-                record = self._record(place)
+                record = self.record(place)
             except CheckpointError as error:
                 self._unrecorded |= dict.fromkeys(files, str(error))
                 continue
@@ -219,10 +215,6 @@ class CheckpointFolder:
     def record(self, place: SavedPlace) -> dict[str, Any]:
         """What was stored with a checkpoint: its score, whether that and the loss were finite, the
         history, what the run had `made`, and, of one within a call, what that had `measured`."""
-        found = self._record(place)
-        return {**found, "history": [*self._rows.read(found["before"]), *found["newest"]]}
-
-    def _record(self, place: SavedPlace) -> dict[str, Any]:
         file = self._file(place, RECORD)
         found = folders.parse_json(locations.read(file), file)
         if not _is_record(found):
@@ -266,7 +258,8 @@ class CheckpointFolder:
         self._keep_unrecorded(place)
         path = locations.text_of(self._file(place))
         finish = start(path)
-        record = {"score": score, "best": self.settings.best, **self._rows.add(rows), **run}
+        rows = [dict(row) for row in rows]  # the newest one can still change
+        record = {"score": score, "best": self.settings.best, **run}
 
         def complete() -> None:
             try:
@@ -278,7 +271,7 @@ class CheckpointFolder:
                     if self._claim is None:
                         return
                     check()
-                    self._rows.write(record["before"]["bytes"])
+                    record["history"] = [for_json(row, strict=False) for row in rows]
                     locations.write(self._file(place, RECORD), folders.dump_json(record))
                     self._note(place, score, finite=record["finite"])
                     written(path)
@@ -351,59 +344,6 @@ class CheckpointFolder:
         return score if self.settings.mode == "min" else -score
 
 
-class StoredRows:
-    """Owns the file with the rows of a run's history, one line for each, to which each save adds
-    the new ones. A record says which part of it belongs to a checkpoint. The newest row is in the
-    record, because it can still change."""
-
-    def __init__(self, file: locations.Place) -> None:
-        self._file = file
-        self._data, self._crc, self._count, self._stored = bytearray(), 0, 0, -1
-
-    def add(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Add all rows but the newest, unless they were added before. Return what a record needs to
-        find them again."""
-        if len(rows) - 1 < self._count:  # a history that began again
-            self._data, self._crc, self._count, self._stored = bytearray(), 0, 0, -1
-        added = [json.dumps(for_json(row, strict=False)) + "\n" for row in rows[self._count : max(len(rows) - 1, 0)]]
-        lines = "".join(added).encode()
-        self._data += lines
-        self._crc = zlib.crc32(lines, self._crc)
-        self._count += len(added)
-        part = {"rows": self._count, "bytes": len(self._data), "crc": self._crc}
-        return {"before": part, "newest": [for_json(row, strict=False) for row in rows[self._count :]]}
-
-    def write(self, size: int) -> None:
-        """Write the first bytes to the file: to a local one, only those that it lacks."""
-        if size == max(self._stored, 0):
-            return
-        if isinstance(self._file, Path) and self._stored >= 0 and _size(self._file) == self._stored:
-            with open(self._file, "ab") as file:
-                file.write(memoryview(bytes(self._data[self._stored : size])))
-                file.flush()
-                os.fsync(file.fileno())
-        else:
-            locations.write(self._file, bytes(self._data[:size]))
-        self._stored = size
-
-    def read(self, part: Mapping[str, int]) -> list[Any]:
-        """Read the rows of a record, to which later ones are added. Without them, a run can
-        continue, so a warning says that they are lost."""
-        self._data, self._crc, self._count, self._stored = bytearray(), 0, 0, -1
-        if not part["rows"]:
-            return []
-        try:
-            data = locations.read(self._file)[: part["bytes"]]
-            if len(data) != part["bytes"] or zlib.crc32(data) != part["crc"]:
-                raise CheckpointError(f"{self._file} is damaged")
-            rows = [json.loads(line) for line in data.splitlines()]
-        except (OSError, CheckpointError) as error:
-            logger.warning("the history before %s is lost, and training resumes without it", error)
-            return []
-        self._data, self._crc, self._count = bytearray(data), part["crc"], len(rows)
-        return rows
-
-
 def is_finite(values: Mapping[str, Any]) -> bool:
     """Whether no loss among these metrics is infinite or NaN."""
     return all(math.isfinite(value) for name, value in values.items() if "loss" in name and isinstance(value, float))
@@ -426,10 +366,6 @@ def measured_in(record: Mapping[str, Any]) -> Measured | None:
     return Measured({**found["metrics"], **weighted}, found["committed"], found.get("drawn", 0))
 
 
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.is_file() else -1
-
-
 def _place_of(name: str, suffix: str) -> SavedPlace | None:
     """The place in the name of a file that `CheckpointFolder` wrote; None for other files."""
     found = NAME.fullmatch(name.removesuffix(suffix)) if name.endswith(suffix) else None
@@ -439,13 +375,11 @@ def _place_of(name: str, suffix: str) -> SavedPlace | None:
 
 def _is_record(found: Mapping[str, Any]) -> bool:
     """Whether this is what `save` stores with a checkpoint."""
-    score, before, newest = found.get("score", ""), found.get("before"), found.get("newest")
+    score, history = found.get("score", ""), found.get("history")
     return (
         (score is None or is_real(score))
-        and isinstance(before, dict)
-        and all(isinstance(before.get(name), int) for name in ("rows", "bytes", "crc"))
-        and isinstance(newest, list)
-        and all(isinstance(row, dict) and row.keys() >= set(ROW_FIELDS) for row in newest)
+        and isinstance(history, list)
+        and all(isinstance(row, dict) and row.keys() >= set(ROW_FIELDS) for row in history)
     )
 
 

@@ -214,7 +214,7 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
         trainer.fit(6)
         names = ["loop1-epoch00002-step000000010", "loop1-epoch00005-step000000025", "loop1-epoch00006-step000000030"]
         assert storing.names(tmp_path) == sorted(
-            [*(name + suffix for name in names for suffix in (".json", ".pt")), "notes.txt", "raysgd-history.jsonl"]
+            [*(name + suffix for name in names for suffix in (".json", ".pt")), "notes.txt"]
         )
         assert trainer.best_checkpoint == str(tmp_path / f"{names[0]}.pt")
         assert trainer.latest_checkpoint == str(tmp_path / f"{names[2]}.pt")
@@ -408,9 +408,8 @@ def test_what_is_no_file_raises_no_error_of_the_system(tmp_path: Path, make: Cal
 def test_a_record_of_another_kind_is_not_used(tmp_path: Path) -> None:
     lived_until(tmp_path, fitted, {"die_at": 12})
     older, newest = sorted(tmp_path.glob("*.json"))
-    before = {"rows": 0, "bytes": 0, "crc": 0}
-    record: dict[str, Any] = {"score": None, "before": before, "newest": []}
-    for wrong in ({"score": "high"}, {"before": 3}, {"newest": 3}, {"newest": [{}]}):
+    record: dict[str, Any] = {"score": None, "history": []}
+    for wrong in ({"score": "high"}, {"history": 3}, {"history": [{}]}):
         newest.write_bytes(storing.sealed_json({**record, **wrong}))
         with started(tmp_path) as trainer:
             assert trainer.resumed_from == str(older.with_suffix(".pt"))
@@ -425,31 +424,19 @@ def test_on_s3(s3: str, undisturbed: tuple[torch.Tensor, list[Any]], tmp_path: P
     with started(folder, every=2, settings={"keep": 1}) as trainer:
         fitted(trainer)
         assert torch.equal(weights(trainer), undisturbed[0])
-        assert len(storing.names(folder)) == 3
+        assert len(storing.names(folder)) == 2
 
 
-def test_a_save_writes_only_the_rows_that_are_new(tmp_path: Path) -> None:
-    """Neither a record nor what is added to the file of rows becomes longer with the history."""
+def test_each_record_has_the_history_up_to_its_checkpoint(tmp_path: Path) -> None:
     with started(tmp_path, settings={"keep": None}) as trainer:
         trainer.fit(6)
         expected = trainer.history.rows
-    records = [path.stat().st_size for path in sorted(tmp_path.glob("*.json"))]
-    assert len(records) == 6 and max(records) < min(records) + 50
-    rows = (tmp_path / "raysgd-history.jsonl").read_text().splitlines()
-    assert [json.loads(row)["kind"] for row in rows] == [row["kind"] for row in expected[:-1]]
     for name in ("loop1-epoch00006-*.json", "loop1-epoch00005-*.json"):
         with started(tmp_path, settings={"keep": None}) as trainer:
             assert [row["step"] for row in trainer.history.rows] == [row["step"] for row in expected]
         next(tmp_path.glob(name)).unlink()
         expected = expected[:-2]
         Path(next(tmp_path.glob(name.replace("json", "pt")))).unlink()
-    (tmp_path / "raysgd-history.jsonl").write_text("damaged")
-    with started(tmp_path, settings={"keep": None}) as trainer:
-        assert trainer.resumed_from is not None and len(trainer.history) == 1, "the record has the newest row"
-        trainer.fit(6)
-        kinds = [row["kind"] for row in trainer.history.rows]
-    with started(tmp_path, settings={"keep": None}) as trainer:
-        assert [row["kind"] for row in trainer.history.rows] == kinds
 
 
 def test_a_save_that_fails_is_raised(tmp_path: Path) -> None:
