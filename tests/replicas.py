@@ -27,10 +27,10 @@ from raysgd.core.outcomes import Interrupted
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.replica import evaluation
+from raysgd.replica.calls import apply_operator
 from raysgd.replica.loading import take_over
 from raysgd.replica.replica_base import ReplicaBase
 from raysgd.replica.settings import OperatorReplicaFactory
-from raysgd.replica.user_functions import apply_operator
 from raysgd.train.replica import STOP_SIGNAL, FunctionReplica
 from raysgd.train.session_functions import Attempt, Codec
 

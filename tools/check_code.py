@@ -82,7 +82,6 @@ UPWARD = {
     ("train/checkpoint", "compat/without_effect"): "has an older name",
     ("train/trainer", "compat/without_effect"): "has an older name",
     ("train/trainer", "train/fit/trainer"): "has an older name",
-    ("replica/operator_base", "torch/operator"): "asks whether a method is a default one of raysgd",
 }
 
 # Where each package of other projects may be imported.

@@ -4,38 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from raysgd.core.measures.metrics import Measured
-from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import Interrupted
-from raysgd.replica.feed import Source
-from raysgd.replica.internals import Internals
-from raysgd.replica.phases import Phase, phases_of, split
+from raysgd.replica.calls import Phase, choose_arguments, phases_of, split
 from raysgd.replica.position import Position
-from raysgd.replica.results import Results
-from raysgd.replica.step_loop import StepLoop
-from raysgd.replica.user_functions import choose_arguments
-
-
-class EvaluatingReplica(Protocol):
-    """What an evaluation needs of its replica."""
-
-    operator: Any
-    internals: Internals
-    results: Results
-    evaluations: dict[Phase, Evaluations]
-    data_names: ClassVar[dict[Phase, str]]
-
-    @property
-    def progress(self) -> Progress:
-        """What is committed."""
-
-    def registered_source(self, phase: str) -> Source:
-        """The source of the registered data."""
-
-    def open_loop(self, source: Source, phase: str, limit: int | None) -> StepLoop:
-        """Open the loop over a source."""
 
 
 class Evaluations:
@@ -54,7 +28,7 @@ class Evaluations:
 
     def run(
         self,
-        replica: EvaluatingReplica,
+        replica: Any,
         num_steps: int | None,
         profile: bool,
         info: dict[str, Any] | None,
@@ -105,21 +79,21 @@ class Evaluations:
         return self.positions.setdefault(phase, Position())
 
 
-def has_data(replica: EvaluatingReplica, phase: Phase) -> bool:
+def has_data(replica: Any, phase: Phase) -> bool:
     """Return whether the operator has registered data for this."""
     return getattr(replica.internals.registered, replica.data_names[phase]) is not None
 
 
-def validate(replica: EvaluatingReplica, **arguments: Any) -> Any:
+def validate(replica: Any, **arguments: Any) -> Any:
     return replica.evaluations["validation"].run(replica, **arguments)
 
 
-def test(replica: EvaluatingReplica, **arguments: Any) -> Any:
+def test(replica: Any, **arguments: Any) -> Any:
     return replica.evaluations["test"].run(replica, **arguments)
 
 
 def evaluate(
-    replica: EvaluatingReplica,
+    replica: Any,
     phase: str,
     num_steps: int | None,
     profile: bool,

@@ -140,38 +140,41 @@ class OperatorBase:
 
         `info` is what was passed to `train`, with `epoch_idx`, `num_steps` the number of batches if
         it is limited, `epoch_idx` the epoch."""
-        common = {**(info or {}), **self._epoch_info(num_steps), "epoch_idx": epoch_idx}
-        train_batch = self.train_batch
-        named = "batch_info" in signature(train_batch).parameters
         feed, schedule = self._internals.feed, self._begin_epoch()
-        unchanged = iterator is feed.batches  # one of a subclass may repeat, merge, keep or leave out batches
+        common = {**(info or {}), **self._epoch_info(num_steps), "epoch_idx": epoch_idx}
+        train_batch, by_name = self.train_batch, "batch_info" in signature(self.train_batch).parameters
         self._internals.begin_metrics()
         batch_idx, count = 0, self.global_step
-        for batch in iterator:
-            step, batch_idx = feed.step, max(batch_idx, feed.position.call_batches)  # also after a change of the group
-            part, whole, indices = step.current.part, step.current.whole, step.current.indices
-            batch_info = feed.make_info(batch_idx=batch_idx, global_step=count, part=part, last_part=whole)
-            batch_info["epoch_batch"] = feed.position.epoch_batches + step.batches - whole
-            if indices is not None:
-                batch_info["rows"] = indices
+        for batch in iterator:  # a batch or a part of one: `StepLoop` ends its step when the next one is asked for
+            step, drawn, position = feed.step, feed.step.current, feed.position
+            batch_idx = max(batch_idx, position.call_batches)  # after a change of the group, the loop begins again
+            batch_info = feed.make_info(
+                batch_idx=batch_idx,
+                global_step=count,
+                epoch_batch=position.epoch_batches + step.batches - drawn.whole,
+                part=drawn.part,
+                last_part=drawn.whole,
+            )
+            if drawn.indices is not None:
+                batch_info["rows"] = drawn.indices
             batch_info |= common
             try:
-                metrics = train_batch(batch, batch_info=batch_info) if named else train_batch(batch, batch_info)
+                metrics = train_batch(batch, batch_info=batch_info) if by_name else train_batch(batch, batch_info)
                 if step.error is not None:  # before anything counts the batch
                     raise step.error
-                for policy in step.policies.before_commit if step.closing else ():
-                    policy(step)
+                for check in step.policies.before_commit if step.closing else ():
+                    check(step)
             except BaseException:
                 if schedule is not None:
                     schedule.end(failed=True)  # a peer failed, or the user's code raised an error
                 raise
-            for policy in step.policies.after_batch if unchanged else ():
+            for policy in step.policies.after_batch if iterator is feed.batches else ():  # others may repeat batches
                 policy(step)
             if schedule is not None:
                 schedule.end()
             self._count(step, metrics, batch=batch)
-            batch_idx += step.current.whole  # otherwise, another part of the same batch follows
-            self.global_step = count = count + step.current.whole
+            batch_idx += drawn.whole  # otherwise, another part of the same batch follows
+            self.global_step = count = count + drawn.whole
         if schedule is not None:
             schedule.end_epoch()
         return self._summary()
@@ -395,10 +398,9 @@ class OperatorBase:
     def _summary(self) -> dict[str, Any]:
         """Collect what the loop has measured. Warn of means that users may misread."""
         meter = self._internals.meter
-        found = dict(meter.summary())
         if meter.counts:
             self._internals.warn_once(COUNTS, ", ".join(sorted(meter.counts)))
-        return found
+        return dict(meter.summary())
 
     def _need(self, method: str, *names: str) -> None:
         """Raise an error unless `setup` has set the attributes that the default `method` uses."""

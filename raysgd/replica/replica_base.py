@@ -17,18 +17,17 @@ from raysgd.core.outcomes import DataLoaderFailure, Interrupted, RetryStep
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
+from raysgd.replica.calls import CALLS, PHASES, Phase, choose_arguments, split
 from raysgd.replica.evaluation import Evaluations
 from raysgd.replica.feed import Carrier, Feed, MembershipChange, Source
 from raysgd.replica.internals import Internals, internals_of
 from raysgd.replica.operator_base import OperatorBase
-from raysgd.replica.phases import CALLS, PHASES, Phase, split
 from raysgd.replica.position import Position
 from raysgd.replica.results import Results
 from raysgd.replica.seeding import ONCE, Places
 from raysgd.replica.settings import ReplicaSettings
 from raysgd.replica.snapshots import Copied, Snapshotter
 from raysgd.replica.step_loop import StepLoop
-from raysgd.replica.user_functions import choose_arguments
 from raysgd.replica.writing import Asking
 
 logger = logging.getLogger("raysgd")
@@ -179,7 +178,8 @@ class ReplicaBase(ABC):
         if loop.feed.stopped:
             return self._end_early(result)
         report = self.results.of_call(result, profile, "train", reduced)
-        self.results.warn_of_no_training(report, loop.feed, own=unwinds)
+        if unwinds:
+            self.results.warn_of_own_loop(loop.feed)
         self._end_call()
         return report
 

@@ -6,13 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any
 
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core.measures.metrics import (
     COUNTED,
     OWN_NAMES,
-    SKIPPED,
     Measured,
     check_metrics,
     for_all_ranks,
@@ -20,9 +19,9 @@ from raysgd.core.measures.metrics import (
     refuse_own_names,
 )
 from raysgd.errors import counted, shown
+from raysgd.replica.calls import CALLS, Phase
 from raysgd.replica.feed import Feed
 from raysgd.replica.internals import Internals
-from raysgd.replica.phases import CALLS, Phase
 
 UNUSED = (
     "%s.train_epoch has not used the iterator that it got. This call of train() counts no batches and no samples, and the epoch stays "
@@ -33,9 +32,11 @@ LEFT_EARLY = (
     "%s.train_epoch has left its loop %s before the end of the epoch, so the next call of train() continues this epoch there. For calls "
     "of n batches, pass num_steps=n. Ignore this if you want that"
 )
-NO_STEP = (
-    "no registered optimizer (%s) has made a step in this call of train(), so the weights have not changed (batches processed: %d). To "
-    "train, %s. Ignore this if the weights should stay the same, or if the batches of several calls share one step"
+OTHER_ROWS = (
+    "each worker has made another split of the data: the {loader} has {theirs} on rank {high}, and {ours} on rank {low}. Some "
+    "rows are used several times, and validations use rows of the training data. Let setup() make the same data on every worker, for "
+    "example with random_split(..., generator=torch.Generator().manual_seed(0)), or pass seed=... to the trainer. If you divide the data "
+    "yourself, pass add_dist_sampler=False"
 )
 
 
@@ -43,12 +44,9 @@ class Results(ABC):
     """Owns what was committed before the running part of a call of `train`, and makes the results
     of calls: from what the operator returns, its metrics, and what a framework adds."""
 
-    how_to_step: ClassVar[str]  # in a user's batch method
-
     def __init__(self, operator: Any, internals: Internals) -> None:
         self._operator, self._internals = operator, internals
         self._units_before, self._drawn_before = 0, 0.0  # what was committed before this part of the call
-        self._steps_before: Any = None  # what `steps_made` returned when the call began
 
     def begin(self, phase: Phase, *, profile: bool, new_call: bool) -> None:
         """Reset the timers and metrics. With `new_call` False, the call continues after a change of
@@ -59,7 +57,6 @@ class Results(ABC):
         internals.testing = phase == "test"
         if phase == "train":
             self.begin_part()
-            self._steps_before = self.steps_made() if new_call else self._steps_before
         timers.reset()
         timers.enabled = profile
 
@@ -129,20 +126,13 @@ class Results(ABC):
         measured = self.measured(report) if phase == "train" else Measured(report)
         return replace(measured, returned=returned, **others)
 
-    def warn_of_no_training(self, report: Measured, feed: Feed, *, own: bool) -> None:
-        """Warn, once, if the user's `own` loop has left the iterator unused, or before its end, or
-        if no optimizer has made a step in the call of this result. Steps that were skipped are in
-        the result."""
-        internals, position, made = self._internals, self._internals.position, self.steps_made()
+    def warn_of_own_loop(self, feed: Feed) -> None:
+        """Warn, once, if the user's own loop has left the iterator unused, or before its end."""
+        internals, position = self._internals, self._internals.position
         name = type(self._operator).__name__
-        if own and feed.unused:
+        if feed.unused:
             internals.warn_once(UNUSED, name, position.epoch)
-        elif (
-            position.call_batches and SKIPPED not in report.metrics and made is not None and made == self._steps_before
-        ):
-            optimizers = ", ".join(type(each).__name__ for each in internals.registered.optimizers)
-            internals.warn_once(NO_STEP, optimizers, position.call_batches, self.how_to_step)
-        elif own and internals.num_steps is None and not position.ended:
+        elif internals.num_steps is None and not position.ended:
             left = feed.source.steps_left(feed.rank_info, position.offset)
             if left:
                 internals.warn_once(LEFT_EARLY, name, counted(left, "batch", "batches"))
@@ -171,8 +161,3 @@ class Results(ABC):
     def add_metrics(self, report: dict[str, Any], phase: Phase) -> dict[str, Any]:
         """Add the registered metrics to a report. Return what else is in `Measured`. All ranks call
         this together."""
-
-    @abstractmethod
-    def steps_made(self) -> Any:
-        """A value that changes with each step of a registered optimizer; None if steps cannot be
-        noticed."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd.constants import GLOBAL, PER_WORKER
 from raysgd.core.measures.metrics import Measured
-from raysgd.replica.phases import Phase
+from raysgd.replica.calls import Phase
 from raysgd.replica.results import Results
 from raysgd.tf.channel import Channel
 from raysgd.tf.data import OwnSource
@@ -19,8 +19,6 @@ from raysgd.tf.registered import assign
 
 class KerasResults(Results):
     """Adds what only TensorFlow needs: Keras metrics."""
-
-    how_to_step = "call self.step(tape, loss)"
 
     _internals: KerasInternals
 
@@ -50,11 +48,6 @@ class KerasResults(Results):
         for name, value in metric_results(self._operator._metrics(), self._internals.channel).items():
             report.setdefault(self._prefix + name, value)
         return {"stop": self._operator._on_report(self._prefix, report)}
-
-    def steps_made(self) -> int | None:
-        """Loss scaling leaves out steps, and does not count them."""
-        scaled = any("LossScale" in type(each).__name__ for each in self._internals.registered.optimizers)
-        return None if scaled else self._internals.registered.steps_made()
 
 
 def metric_results(metrics: Sequence[Any], channel: Channel) -> dict[str, Any]:

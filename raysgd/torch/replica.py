@@ -14,11 +14,11 @@ from raysgd.constants import PER_WORKER
 from raysgd.core.control import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import CheckpointError, ConfigError
+from raysgd.replica.calls import CALLS
 from raysgd.replica.feed import Source
 from raysgd.replica.internals import internals_of
-from raysgd.replica.phases import CALLS
 from raysgd.replica.replica_base import ReplicaBase
-from raysgd.replica.rows import OTHER
+from raysgd.replica.results import OTHER_ROWS
 from raysgd.replica.seeding import seed_python_and_numpy
 from raysgd.replica.snapshots import Copied
 from raysgd.storage.seen import SeenFile
@@ -109,7 +109,9 @@ class TorchReplica(ReplicaBase):
             first, *others = gathered_objects(own, self.control)
             for rank, rows in enumerate(others, 1):
                 for name in (each for each in rows if rows[each] != first.get(each, rows[each])):
-                    raise ConfigError(OTHER.format(loader=name, low=0, high=rank, ours=first[name], theirs=rows[name]))
+                    raise ConfigError(
+                        OTHER_ROWS.format(loader=name, low=0, high=rank, ours=first[name], theirs=rows[name])
+                    )
             self._same_rows = True
 
     # -- data -----------------------------------------------------------------------------------------

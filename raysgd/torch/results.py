@@ -12,10 +12,9 @@ from typing import Any
 from raysgd.constants import NUM_SAMPLES
 from raysgd.core.measures.metrics import SKIPPED, Measured
 from raysgd.core.tree import mapped
-from raysgd.replica.phases import Phase
+from raysgd.replica.calls import Phase
 from raysgd.replica.results import Results
 from raysgd.torch.data.registered_rows import RegisteredRows
-from raysgd.torch.foreign import content_version
 from raysgd.torch.internals import TorchInternals
 from raysgd.torch.operator import TrainingOperator
 
@@ -32,8 +31,6 @@ NOT_FINITE = (
 class TorchResults(Results):
     """Adds what only torch needs: registered metrics, skipped steps, and numbers on a GPU, which
     are read only from time to time."""
-
-    how_to_step = "call self.backward(loss), and then self.step(optimizer) or optimizer.step()"
 
     _internals: TorchInternals
 
@@ -105,16 +102,6 @@ class TorchResults(Results):
         internals = self._internals
         report.update(internals.registered.measured(self._metric_of(phase)))
         return {} if internals.profiler is None else {"traces": internals.profiler.taken()}
-
-    def steps_made(self) -> Any:
-        """An optimizer that is not torch's cannot be watched, weights may be changed without one,
-        and all may be frozen."""
-        optimizers = self._internals.registered.optimizers
-        if not all(hasattr(each, "register_step_post_hook") for each in optimizers):
-            return None
-        parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
-        trained = [each for each in parameters if each.requires_grad]
-        return (self._internals.position.applied, sum(map(content_version, trained))) if trained else None
 
     def _metric_of(self, phase: Phase) -> Phase:
         """The phase of the registered metric that the methods of this phase update."""

@@ -25,8 +25,8 @@ from raysgd.engine.call import Job, PartialResults
 from raysgd.engine.engine import Engine
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.errors import check_arguments, counted
-from raysgd.replica.rows import RowsCheck
 from raysgd.replica.seeding import DrawnAnew
+from raysgd.trainer.rows import RowsCheck
 from raysgd.trainer.script_place import Made, ScriptPlace, storable
 from raysgd.workers.tracebacks import fold_frames
 

@@ -15,9 +15,9 @@ from raysgd.core.snapshot import Snapshot
 from raysgd.engine.engine import Engine
 from raysgd.environment import start_limit_s
 from raysgd.errors import ConfigError
+from raysgd.replica.calls import notice_preemption
 from raysgd.replica.operator_base import OperatorBase
 from raysgd.replica.settings import OperatorReplicaFactory, ReplicaSettings
-from raysgd.replica.user_functions import notice_preemption
 from raysgd.trainer.auto_checkpoint import CheckpointFolder
 from raysgd.trainer.call_runner import CallRunner
 from raysgd.trainer.named import NamedCalls

@@ -23,9 +23,9 @@ from raysgd.core.protocols import Call
 from raysgd.engine.call import Job
 from raysgd.errors import ConfigError, explain_missing, suggesting
 from raysgd.replica import evaluation
+from raysgd.replica.calls import apply, apply_operator
 from raysgd.replica.replica_base import ReplicaBase
 from raysgd.replica.seeding import DrawnAnew
-from raysgd.replica.user_functions import apply, apply_operator
 from raysgd.trainer.arguments import check_call
 from raysgd.trainer.call_runner import exclusive
 from raysgd.trainer.description import GivenConfig, RunDescription, build

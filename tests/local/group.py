@@ -27,8 +27,8 @@ from raysgd.core.channel.messages import SnapshotUpload
 from raysgd.core.decisions.lease import Lease
 from raysgd.core.outcomes import Outcome
 from raysgd.engine.engine import Engine
+from raysgd.replica.calls import notice_preemption
 from raysgd.replica.snapshots import Snapshotter
-from raysgd.replica.user_functions import notice_preemption
 from raysgd.torch.foreign import run_after_backward
 from raysgd.torch.group.sharing import share_state
 from raysgd.torch.group.strategies import Strategy

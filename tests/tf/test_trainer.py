@@ -94,22 +94,6 @@ def test_calls_of_steps_per_epoch_are_epochs_of_endless_data(tmp_path: Path) -> 
         assert trainer.train(num_steps=2)["epoch"] == 3
 
 
-class Forgetful(Small):
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        return self.validate_batch(batch, batch_info)
-
-
-def test_a_call_without_an_optimizer_step_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    with TFTrainer(training_operator_cls=Forgetful) as trainer:
-        trainer.train(num_steps=2)
-        trainer.train(num_steps=2)
-    (message,) = caplog.messages
-    assert (
-        "no registered optimizer (Adam) has made a step" in message
-        and "processed: 2). To train, call self.step(tape, l" in message
-    )
-
-
 class OwnSteps(keras.Model):  # type: ignore[misc]
     def train_step(self, data: Any) -> Any:
         return {"loss": 0.0}

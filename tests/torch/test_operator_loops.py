@@ -227,83 +227,10 @@ def test_v1_operators_find_native_amp_under_its_old_name() -> None:
 # -- training that does not train ---------------------------------------------------------------------------
 
 
-class Forgetful(Line):
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        loss = self.criterion(self.model(batch[0]), batch[1])
-        self.backward(loss)
-        return {"loss": loss.detach()}
-
-
-class ByHand(Forgetful):
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        metrics = super().train_batch(batch, batch_info)
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter -= 0.1 * parameter.grad
-        self.zero_grad()
-        return metrics
-
-
-class NotOfTorch:
-    """An optimizer that torch cannot watch."""
-
-    def __init__(self, parameters: Any) -> None:
-        self.param_groups = [{"params": list(parameters), "lr": 0.1}]
-
-    def step(self) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.data -= 0.1 * parameter.grad
-
-    def zero_grad(self) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.grad = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-
-class WithOther(Line):
-    def make_optimizer(self, model: nn.Module, lr: float) -> Any:
-        return NotOfTorch(model.parameters())
-
-
-class Infinite(Line):
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        return super().train_batch((batch[0] * torch.inf, batch[1]), batch_info)
-
-
-class Frozen(Line):
-    """Has nothing to train, as for the statistics of a trained model."""
-
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        self.model.requires_grad_(False)
-        return self.validate_batch(batch, batch_info)
-
-
 class OwnLoader(Line):
     def train_epoch(self, iterator: Any, info: Any) -> Any:
         loader = self.loaders(self.config)["train_loader"]
         return {"num_samples": sum(self.train_batch(batch, info)["num_samples"] for batch in loader)}
-
-
-def test_a_call_without_an_optimizer_step_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    with inline(Forgetful) as trainer:
-        before = weights(trainer)
-        trainer.train()
-        assert "no registered optimizer (SGD) has made a step in this call of train()" in caplog.messages[0]
-        trainer.train()
-        assert len(caplog.messages) == 1 and torch.equal(weights(trainer), before)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [(Line, {"accumulate": 8}), (Infinite, {"on_nonfinite": "skip"}), (Frozen, {}), (ByHand, {}), (WithOther, {})],
-)
-def test_steps_of_any_kind_are_noticed(kind: Any, options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    with inline(kind, options=TrainingOptions(**options)) as trainer:
-        result = trainer.train()
-        trainer.train(num_steps=1)
-    assert caplog.messages == [] and result.get("skipped_steps", 0) == (3 if kind is Infinite else 0)
 
 
 def test_an_own_loop_that_leaves_the_iterator_warns_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,7 @@
 """Reports of workers that divide one data set cause no warning. Those of others are in `local/test_loops_and_data.py`."""
 
 from raysgd.core.measures.metrics import Measured
-from raysgd.replica.rows import RowsCheck
+from raysgd.trainer.rows import RowsCheck
 
 
 def said(check: RowsCheck, *reports: tuple[str, int, Measured]) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from raysgd.replica.calls import Phase
 from raysgd.replica.operator_base import each_loader
-from raysgd.replica.phases import Phase
 from raysgd.torch.data.rows import LoaderRows
 from raysgd.torch.data.sampling import is_planned
 from raysgd.torch.internals import TorchInternals

@@ -1,11 +1,30 @@
-"""Call functions and hooks of the user, with the arguments that they take. Worker."""
+"""The calls of a trainer: which data they read, and which arguments user code gets in them. Worker.
+
+With several loaders that have names, each has a phase of its own, such as "validation.NAME".
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, cast
+
+Phase = Literal["train", "validation", "test"]
+# The phases of calls that read data; all other calls are made between those of training.
+PHASES: dict[str, Phase] = {"validate": "validation", "test": "test"}
+CALLS: dict[Phase, str] = {"train": "train", "validation": "validate", "test": "test"}
+
+
+def split(phase: str) -> tuple[Phase, str]:
+    """Find what a phase evaluates, and the name of its loader, if that has one."""
+    kind, _, name = phase.partition(".")
+    return cast(Phase, kind), name
+
+
+def phases_of(kind: Phase, data: Any) -> list[str]:
+    """The phases of a call that reads this data: one, or one for each loader that has a name."""
+    return [f"{kind}.{name}" for name in data] if isinstance(data, Mapping) else [kind]
 
 
 def choose_arguments(
@@ -33,9 +52,6 @@ def choose_arguments(
 @lru_cache(maxsize=64)
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
-
-
-# -- calls of a trainer -------------------------------------------------------------------------------
 
 
 def apply_operator(replica: Any, function: Callable[[Any], Any]) -> Any:

@@ -1,7 +1,7 @@
 """Notice that the workers of a call do not divide one data set. Driver.
 
-Replicas compare rows themselves when a group begins, and raise `OTHER`. The driver warns of what
-they do not compare: data that is registered later, and all with Horovod, whose replicas cannot
+Replicas compare rows themselves when a group begins, and raise `OTHER_ROWS`. The driver warns of
+what they do not compare: data that is registered later, and all with Horovod, whose replicas cannot
 gather objects.
 """
 
@@ -10,13 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from raysgd.core.measures.metrics import Measured
-
-OTHER = (
-    "each worker has made another split of the data: the {loader} has {theirs} on rank {high}, and {ours} on rank {low}. Some "
-    "rows are used several times, and validations use rows of the training data. Let setup() make the same data on every worker, for "
-    "example with random_split(..., generator=torch.Generator().manual_seed(0)), or pass seed=... to the trainer. If you divide the data "
-    "yourself, pass add_dist_sampler=False"
-)
+from raysgd.replica.results import OTHER_ROWS
 
 
 class RowsCheck:
@@ -44,5 +38,7 @@ class RowsCheck:
             differ = {loader for loader in ours if ours[loader] != theirs.get(loader, ours[loader])}
             for loader in sorted(differ - self._warned):
                 self._warned.add(loader)
-                found.append(OTHER.format(loader=loader, low=low, high=high, ours=ours[loader], theirs=theirs[loader]))
+                found.append(
+                    OTHER_ROWS.format(loader=loader, low=low, high=high, ours=ours[loader], theirs=theirs[loader])
+                )
         return found
