@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 from raysgd.callbacks.base import Callback, CallResult, Run
 from raysgd.callbacks.writers import check_ranks
 from raysgd.config import at_least
-
-logger = logging.getLogger("raysgd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,29 +51,19 @@ class TorchProfilerCallback(Callback):
         self.on_workers = ProfilerSettings(ranks=self._workers, **settings)
         self._given = None if logdir is None else Path(logdir).expanduser()
         self.folder: Path | None = self._given
-        self._warned = False
 
     def on_start(self, run: Run) -> None:
-        self.folder, self._warned = self._given or run.folder / "pytorch_profiler", False
+        self.folder = self._given or run.folder / "pytorch_profiler"
 
     def on_result(self, result: CallResult) -> None:
         if self.folder is None:
             return
         # The workers of a TorchTrainer select the ranks themselves, because they run the profiler.
         every_rank = result.kind != "report" or self._workers is None
-        found = [traces for rank, traces in enumerate(result.traces) if every_rank or rank in (self._workers or ())]
-        for traces in found:
-            for name, trace in traces.items():
+        for rank, traces in enumerate(result.traces):
+            for name, trace in traces.items() if every_rank or rank in (self._workers or ()) else ():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 (self.folder / name).write_bytes(trace)
-        if result.kind == "train" and not any(found) and not self._warned and not self.written:
-            self._warned, needed = True, self.on_workers.wait + self.on_workers.warmup
-            logger.warning(
-                "no trace was recorded: this call had %s batches on each worker, and TorchProfilerCallback does not record "
-                "the first %d (its arguments wait and warmup)",
-                result.metrics.get("batch_count", "no"),
-                needed,
-            )
 
     @property
     def written(self) -> list[Path]:

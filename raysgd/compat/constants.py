@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from raysgd.callbacks.base import TRACES
-from raysgd.callbacks.folder import RESULTS
 from raysgd.environment import seconds_from_environment
+from raysgd.storage.log_folders import RESULTS
 from raysgd.train.settings import TIMESTAMP
 
 DATE, HOSTNAME, NODE_IP, PID = "_date", "_hostname", "_node_ip", "_pid"

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from raysgd.callbacks.folder import create_folder
 from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig
 from raysgd.core.decisions.policy import Recovery
@@ -16,6 +15,7 @@ from raysgd.core.lazy import REFUSED, lazy_names
 from raysgd.errors import counted
 from raysgd.ray_data.datasets import is_dataset
 from raysgd.storage.locations import Place, copy_logs, names, place
+from raysgd.storage.log_folders import create_folder
 from raysgd.storage.remote import Uri
 from raysgd.train import in_trial
 from raysgd.train.backends import get_backend_config_cls, parse_backend

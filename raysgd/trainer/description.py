@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 from raysgd.callbacks.base import Callback, Run
-from raysgd.callbacks.folder import folder_to_be
 from raysgd.config import Limits, WorkerResources
 from raysgd.core.protocols import ProcessGroupBackend, SingleWorkerBackend
 from raysgd.core.snapshot import Snapshot
@@ -18,6 +17,7 @@ from raysgd.errors import ConfigError
 from raysgd.replica.calls import notice_preemption
 from raysgd.replica.operator_base import OperatorBase
 from raysgd.replica.settings import OperatorReplicaFactory, ReplicaSettings
+from raysgd.storage.log_folders import folder_to_be
 from raysgd.trainer.auto_checkpoint import CheckpointFolder
 from raysgd.trainer.call_runner import CallRunner
 from raysgd.trainer.named import NamedCalls

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from raysgd import ElasticConfig, Recovery, TorchTrainer
-from raysgd.callbacks import Callback, Run, TorchProfilerCallback
-from tests.callbacks.recording import Broken, Heard, result
+from raysgd.callbacks import Callback, TorchProfilerCallback
+from tests.callbacks.recording import Broken, Heard
 from tests.faults import LedgerOperator
 from tests.local.ground import Fault, LocalGround
 from tests.local.group import Cluster
@@ -32,15 +32,6 @@ def test_traces_of_the_chosen_rank(ray_cluster: None, tmp_path: Path) -> None:
     steps = sorted({name for name in names if name.startswith("ProfilerStep#")})
     assert steps == ["ProfilerStep#2", "ProfilerStep#3"], "two batches, after wait=1 and warmup=1"
     assert names["aten::addmm"] > 0
-
-
-def test_each_trainer_without_a_trace_has_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    profiler = TorchProfilerCallback()
-    for count in (1, 2):
-        profiler.on_start(Run(trainer="TorchTrainer", name="Line", num_workers=2, folder=tmp_path / str(count)))
-        for _ in range(2):
-            profiler.on_result(result())
-        assert caplog.text.count("no trace was recorded") == count
 
 
 class StopsAtFailures(Callback):

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from raysgd.callbacks.folder import RESULTS, create_new_folder, numbered, timestamp
 from raysgd.core.measures.metrics import plain
 from raysgd.errors import CheckpointError, described, shown
 from raysgd.storage import checksums, folders, locations
 from raysgd.storage.locations import Place
+from raysgd.storage.log_folders import RESULTS, create_new_folder, numbered, timestamp
 from raysgd.storage.masking import mask
 from raysgd.storage.remote import Uri
 from raysgd.train.callbacks import autofill
