@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any
 
 from raysgd.config import at_least
 from raysgd.constants import NUM_SAMPLES
@@ -74,17 +74,6 @@ def each_loader(name: str, given: Any) -> list[tuple[str, Any]]:
     if not given or any(not (isinstance(key, str) and key) or data is None for key, data in given.items()):
         raise ConfigError(f"{name} must be data, or a dict from names to data, got {shown(given)}")
     return [(f"{name}[{key!r}]", data) for key, data in given.items()]
-
-
-class Schedule(Protocol):
-    """Steps a learning rate's schedule in the default loop."""
-
-    def end(self, *, failed: bool = False) -> None:
-        """Called after each part of a batch; `failed` is whether `train_batch` has raised an
-        error."""
-
-    def end_epoch(self) -> None:
-        """Called when the loop has ended."""
 
 
 class OperatorBase:
@@ -335,9 +324,9 @@ class OperatorBase:
         """Count the samples of a batch, for a method that does not return `num_samples`."""
         raise NotImplementedError
 
-    def _begin_epoch(self) -> Schedule | None:
-        """Prepare for a loop over an epoch. Return what steps the schedule in it, if there is
-        one."""
+    def _begin_epoch(self) -> Any:
+        """Prepare for a loop over an epoch. Return what steps the learning rates' schedules in it,
+        if there are some (`LoopSchedule`)."""
         return None
 
     def _epoch_info(self, num_steps: int | None) -> Mapping[str, Any]:

@@ -19,7 +19,6 @@ from raysgd.core.ranks import RankInfo
 from raysgd.data.sample_seeds import seeded_for
 from raysgd.errors import ConfigError, MissingPartError, shown
 from raysgd.ray_data.columns import RayData
-from raysgd.replica.operator_base import Schedule
 from raysgd.replica.step import Policies
 from raysgd.replica.step_policy import Policy
 from raysgd.torch.accuracy import accuracy
@@ -271,7 +270,7 @@ class TrainingOperator(Registering):
     def _change_with(self, function: Any) -> Any:
         return self._internals.attributes.watch(function) if self._is_distributed else function(self)
 
-    def _begin_epoch(self) -> Schedule | None:
+    def _begin_epoch(self) -> Any:
         set_modes(self._registered.modes)
         return super()._begin_epoch()
 

@@ -18,7 +18,6 @@ from raysgd.constants import (
 )
 from raysgd.core.decisions.sampling_plan import optimizer_steps
 from raysgd.errors import ConfigError, counted
-from raysgd.replica.operator_base import Schedule
 from raysgd.torch.foreign import milestones_of, nested_schedulers, steps_of
 from raysgd.torch.registered import check_steps_alone
 from raysgd.torch.settings import TorchSettings
@@ -141,7 +140,7 @@ def stepped_twice(operator: str, scheduler: Any, freq: str) -> ConfigError:
     )
 
 
-class LoopSchedule(Schedule):
+class LoopSchedule:
     """Steps the schedulers of one loop, and checks that user code does not do that, too."""
 
     def __init__(self, operator: Scheduling, schedulers: list[Any]) -> None:
@@ -158,6 +157,7 @@ class LoopSchedule(Schedule):
                 operator._internals.warn_once(STEPPED_BESIDE, type(each).__name__, operator.scheduler_step_freq)
 
     def end(self, *, failed: bool = False) -> None:
+        """Step after a part of a batch; `failed` is whether `train_batch` has raised an error."""
         operator, step = self._operator, self._operator._internals.feed.step
         if failed:
             if step.outcome == "applied":  # so the batch counts
@@ -210,7 +210,7 @@ class Scheduling(Stepping):
             check_steps_alone(each, str(self.scheduler_step_freq))
         return schedulers
 
-    def _begin_epoch(self) -> Schedule | None:
+    def _begin_epoch(self) -> LoopSchedule | None:
         schedulers, steps = self._own_schedulers(), self.scheduler_step_freq in STEPPED_BY_TRAINER
         schedule = LoopSchedule(self, schedulers) if steps and schedulers else None
         for each in schedulers:
