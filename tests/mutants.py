@@ -212,21 +212,16 @@ def keep_a_draft_that_is_not_what_was_written(patch: Patch) -> None:
 
 @mutant("tests/contracts/test_saves.py::test_a_worker_that_seemed_to_fail_never_mixes_its_bytes_with_another_ones")
 def let_the_worker_after_a_failure_write_to_the_same_draft(patch: Patch) -> None:
-    from raysgd.trainer.saves import FileDraft
+    from raysgd.trainer.saves import _Save
 
-    original, made = FileDraft.begin, {}  # type: Any, dict[FileDraft, Any]
+    original = _Save.begin
 
-    def begin(self: FileDraft) -> Any:
-        if self not in made:
-            made[self] = original(self)
-        else:  # emptied, and marked again
-            draft, mark = self._draft, made[self]["draft"].mark
-            assert draft is not None
-            draft.file.restart()
-            draft.file.write(mark)
-        return made[self]
+    def begin(self: Any, *given: Any, **named: Any) -> Any:
+        if (draft := self._draft) is not None:
+            self._draft, self._make = None, lambda where: draft
+        return original(self, *given, **named)
 
-    patch.setattr(FileDraft, "begin", begin)
+    patch.setattr(_Save, "begin", begin)
 
 
 @mutant("tests/contracts/test_saves.py::test_a_save_that_was_abandoned_does_not_replace_the_old_file")

@@ -51,14 +51,13 @@ def save_limits(patch: Any, **seconds: float) -> None:
 
 def after_a_draft_begins(patch: Any, act: Callable[[], Any]) -> None:
     """Let the driver call this when it has created the draft of a file."""
-    begin = saves.FileDraft.begin
+    made: Any = saves.FileDraft.arguments
 
-    def begun(draft: Any) -> Any:
-        arguments = begin(draft)
+    def arguments(draft: Any) -> Any:
         act()
-        return arguments
+        return made.fget(draft)
 
-    patch.setattr(saves.FileDraft, "begin", begun)
+    patch.setattr(saves.FileDraft, "arguments", property(arguments))
 
 
 def miss_next_file() -> None:

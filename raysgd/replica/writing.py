@@ -3,6 +3,7 @@ Ask the driver for one between two batches. Worker."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import math
@@ -24,26 +25,6 @@ logger = logging.getLogger("raysgd")
 
 END_BYTES = 4096  # of a file that a worker wrote, the driver compares the size and this much of its end
 Report = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class DraftFile:
-    """A file of the driver's, which begins with the bytes `mark`. Only that very file does."""
-
-    path: str
-    mark: bytes
-
-    def open(self) -> _OpenDraft | None:
-        """The file, emptied, or None if this process cannot write it."""
-        try:
-            file = _OpenDraft(self.path, "r+b")
-        except OSError:
-            return None
-        if file.read(len(self.mark) + 1) != self.mark:
-            file.close()
-            return None
-        file.restart()
-        return file
 
 
 class NoDriver(ConnectionError):
@@ -79,7 +60,7 @@ def checkpoint(replica: Any) -> Any:
     return buffer.getbuffer()
 
 
-def save(replica: Any, draft: DraftFile, transfers: list[str], later: bool) -> Report | None:
+def save(replica: Any, draft: str, transfers: list[str], later: bool) -> Report | None:
     """Write the checkpoint to the draft, from rank 0."""
     write = replica.checkpoint_writer(later=later)
     return None if write is None else reported(replica, transfers[0], partial(_write, draft, write), later=later)
@@ -148,9 +129,11 @@ class Asking:
         return reply
 
 
-def _write(draft: DraftFile, write: Callable[[Any], Any], give: Callable[[Any], None]) -> Report:
-    file = draft.open()
-    if file is None:
+def _write(draft: str, write: Callable[[Any], Any], give: Callable[[Any], None]) -> Report:
+    file = None
+    with contextlib.suppress(OSError):
+        file = _OpenDraft(draft, "r+b")
+    if file is None:  # this process does not see the driver's file, or cannot write it
         content = io.BytesIO()
         write(content)
         give(content.getbuffer())

@@ -52,12 +52,10 @@ class DurableFile(io.FileIO):
                 pass  # the interpreter is exiting and starts no more threads: `sync` flushes everything
         return count
 
-    def restart(self) -> None:
-        """Discard what was written, and start at the beginning."""
-        self._settle()
-        self.seek(0)
-        self.truncate()
-        self._written = self._flushed = 0
+    def write_all(self, data: Any) -> None:
+        left = memoryview(data).cast("B")
+        while left:
+            left = left[self.write(left) :]
 
     def sync(self) -> None:
         """Wait until everything is on the disk. The system reports an error only once, so this also

@@ -175,9 +175,7 @@ def write(path: Any, data: Any) -> Place:
         return where
     draft = Draft(where)
     try:
-        left = memoryview(data).cast("B")
-        while left:
-            left = left[draft.file.write(left) :]
+        draft.file.write_all(data)
         return draft.keep()
     except BaseException:
         draft.drop()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import os
-import secrets
 import threading
 import time
 import zlib
@@ -26,7 +25,7 @@ from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError
 from raysgd.replica import writing
-from raysgd.replica.writing import END_BYTES, DraftFile, Report
+from raysgd.replica.writing import END_BYTES, Report
 from raysgd.storage import locations
 from raysgd.trainer.auto_checkpoint import WriterFailed
 from raysgd.workers.transfer import AnyTransfer
@@ -36,17 +35,14 @@ logger = logging.getLogger("raysgd")
 SHUTDOWN_S = 600.0
 STALL_AT_LEAST_S = 60.0  # a disk may need that long to flush its cache
 LOOK_S, MOVES_S = 0.1, 2.0
-MARK_BYTES = 16
 
 
 class DraftOfSave(Protocol):
-    """What becomes a checkpoint, and what a call of the workers needs to write it."""
+    """What becomes a checkpoint. A new one is made whenever the workers are asked to write."""
 
-    where: locations.Place
-
-    def begin(self) -> Mapping[str, Any]:
-        """Create a new draft in place of an older one. Return the arguments of the workers' call
-        that concern it."""
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """Those of the workers' call that concern it."""
 
     def size(self) -> int:
         """How much of it has been written, as far as that is known."""
@@ -59,58 +55,43 @@ class DraftOfSave(Protocol):
         """Delete the draft, unless it is complete."""
 
 
-class FileDraft:
-    """The draft of a checkpoint that is one file, or one object at a URI."""
+MakeDraft = Callable[[locations.Place], DraftOfSave]
 
-    def __init__(self, where: locations.Place) -> None:
-        locations.check_file(where)
-        self.where = where
-        self._draft: locations.Draft | None = None
 
-    def begin(self) -> Mapping[str, Any]:
-        self.drop()
-        self._draft = draft = locations.Draft(self.where)
-        mark = secrets.token_bytes(MARK_BYTES)
-        draft.file.write(mark)
-        return {"draft": DraftFile(str(draft.temporary.absolute()), mark)}
+class FileDraft(locations.Draft):
+    """The draft of a checkpoint that is one file, or one object at a URI. Its name is random, so a
+    worker that finds a file of this name sees the driver's."""
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        return {"draft": str(self.temporary.absolute())}
 
     def size(self) -> int:
-        draft = self._draft
-        return 0 if draft is None else os.stat(draft.temporary).st_size
+        return os.stat(self.temporary).st_size
 
     def complete(self, reports: Sequence[Report], given: Callable[[], Any]) -> None:
-        draft, (report,) = self._draft, reports
-        assert draft is not None
+        (report,) = reports
         if report.get("given"):
-            draft.file.restart()
-            left = memoryview(given())
-            while left:
-                left = left[draft.file.write(left) :]
+            self.file.write_all(given())
         else:
-            self._compare(draft, report)
-        draft.keep()
-        self._draft = None
+            self._compare(report)
+        self.keep()
 
-    def _compare(self, draft: locations.Draft, report: Report) -> None:
+    def _compare(self, report: Report) -> None:
         """Raise an error if the draft is not what the worker wrote. Its content ends with the
         checksums of what the worker had in memory, which every load verifies, so only the size and
         the end of the file are compared here."""
         # Opened again: another machine's file system may have shown less until the worker closed the file.
-        with open(draft.temporary, "rb") as file:
+        with open(self.temporary, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(size - END_BYTES, 0))
             end = zlib.crc32(file.read())
         if (size, end) != (report["size"], report["end"]):
             raise CheckpointError(
-                f"the draft for {self.where} is not what the worker wrote: it has {size} bytes with the checksum {end:08x}, and "
+                f"the draft for {self.path} is not what the worker wrote: it has {size} bytes with the checksum {end:08x}, and "
                 f"the worker wrote {report['size']} with {report['end']:08x}. Another program has changed it, or the disk is "
                 "faulty. An older file of that name is unchanged; save again"
             )
-
-    def drop(self) -> None:
-        if self._draft is not None:
-            self._draft.drop()
-            self._draft = None
 
 
 class SaveHandle:
@@ -118,7 +99,7 @@ class SaveHandle:
     call raises it."""
 
     def __init__(self, save: _Save) -> None:
-        self.path, self._save = locations.text_of(save.draft.where), save
+        self.path, self._save = locations.text_of(save.where), save
 
     def done(self) -> bool:
         return self._save.done.done()
@@ -142,16 +123,17 @@ class SaveHandle:
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._save.done.exception() else "done"
-        return f"SaveHandle({str(self._save.draft.where)!r}, {state})"
+        return f"SaveHandle({str(self._save.where)!r}, {state})"
 
 
 class _Save:
-    """One save. Owns its draft, the transfers over which workers report, and `done`. Only one
-    thread gives the draft its name, or drops it. `seen` says whether the user has seen the
-    error."""
+    """One save. Owns its draft, which `make` makes, the transfers over which workers report, and
+    `done`. Only one thread gives the draft its name, or drops it. `seen` says whether the user has
+    seen the error."""
 
-    def __init__(self, draft: DraftOfSave, engine: Engine, stall_s: float = 0.0) -> None:
-        self.draft, self._engine = draft, engine
+    def __init__(self, where: locations.Place, make: MakeDraft, engine: Engine, stall_s: float = 0.0) -> None:
+        self.where, self._make, self._engine = where, make, engine
+        self._draft: DraftOfSave | None = None
         self._stall_s = stall_s or max(engine.limits.hang_s, STALL_AT_LEAST_S)
         self.done: Future[None] = Future()
         self.seen = False
@@ -162,15 +144,15 @@ class _Save:
 
     def begin(self, writers: int, *, later: bool) -> dict[str, Any]:
         """Make the arguments for the workers' call, whenever it is made."""
-        self._close_transfers()
-        arguments = self.draft.begin()
+        self._drop()
+        self._draft = draft = self._make(self.where)
         self._transfers = [self._engine.group.transfer() for _ in range(writers)]
-        return {**arguments, "transfers": [each.name for each in self._transfers], "later": later}
+        return {**draft.arguments, "transfers": [each.name for each in self._transfers], "later": later}
 
     def moves(self) -> bool:
         """Whether something was written a moment ago: a slow disk does not count as a hang."""
         try:
-            progress = [self.draft.size(), *(each.moved for each in self._transfers)]
+            progress = [self._draft.size() if self._draft else 0, *(each.moved for each in self._transfers)]
         except OSError as error:
             logger.debug("the draft of a save is not seen: %s", error)
             return False
@@ -183,11 +165,12 @@ class _Save:
         if not self._claimed.acquire(blocking=False):
             return  # the save was abandoned
         try:
-            self.draft.complete(reports, lambda: self._transfers[0].data)
+            assert self._draft is not None
+            self._draft.complete(reports, lambda: self._transfers[0].data)
         except BaseException as error:
             self._end(error)
             raise
-        logger.info("saved the checkpoint %s", self.draft.where)  # before a caller who waits continues
+        logger.info("saved the checkpoint %s", self.where)  # before a caller who waits continues
         self._end(None)
 
     def wait_for_reports(self) -> None:
@@ -199,7 +182,7 @@ class _Save:
                 concurrent.futures.wait(futures, LOOK_S)
                 if not self.moves() and time.monotonic() - self._moved_at > self._stall_s:
                     raise CheckpointError(
-                        f"the save to {self.draft.where} was abandoned: it has made no progress for {self._stall_s:g} s. An "
+                        f"the save to {self.where} was abandoned: it has made no progress for {self._stall_s:g} s. An "
                         "older file of that name is unchanged"
                     )
             reports = [] if self.done.done() else [_report_of(each) for each in futures]
@@ -217,18 +200,21 @@ class _Save:
             self.close(WriterFailed("the workers' call has ended before it began"))
 
     def _end(self, error: BaseException | None) -> None:
-        self._close_transfers()
+        if isinstance(error, OSError) and error.errno:  # the system's, and none of a worker that failed
+            error.strerror = f"the save to {self.where} failed: {error.strerror}"
         try:
-            self.draft.drop()
+            self._drop()
         finally:
             if error is None:
                 self.done.set_result(None)
             else:
                 self.done.set_exception(error)
 
-    def _close_transfers(self) -> None:
+    def _drop(self) -> None:
         for each in self._transfers:
             each.close()
+        if self._draft is not None:
+            self._draft.drop()
 
 
 def _report_of(given: Future[Report | None]) -> Report:
@@ -251,12 +237,13 @@ class Saves:
 
     def save(self, path: str | os.PathLike[str], *, blocking: bool = True, watched: bool = False) -> str | SaveHandle:
         """Save to a file. Nothing but the handle raises the errors of a save that is `watched`."""
-        draft = FileDraft(locations.place_to_save(path))
-        return self.write(draft, writing.save, lambda: 1, blocking=blocking, watched=watched)
+        where = locations.place_to_save(path)
+        return self.write(where, FileDraft, writing.save, lambda: 1, blocking=blocking, watched=watched)
 
     def write(
         self,
-        draft: DraftOfSave,
+        where: locations.Place,
+        make: MakeDraft,
         method: Callable[..., Any],
         writers: Callable[[], int],
         *,
@@ -267,9 +254,9 @@ class Saves:
         """Let the workers write a draft with `method`, after earlier saves to the same place. In
         the background, this many of them report."""
         check_flags(blocking=blocking)
-        save = _Save(draft, self._engine, stall_s)
+        save = _Save(where, make, self._engine, stall_s)
         save.seen = watched
-        concurrent.futures.wait([each.done for each in self._running if each.draft.where == draft.where])
+        concurrent.futures.wait([each.done for each in self._running if each.where == where])
         job = Job(
             Call(method),
             prepare=lambda: save.begin(writers(), later=not blocking),
@@ -280,11 +267,9 @@ class Saves:
             values = self._engine.run(job)[-1].values
             if blocking:
                 save.complete([each for each in values if each is not None])
-                return locations.text_of(draft.where)
+                return locations.text_of(where)
         except BaseException as error:
             save.close(error)
-            if isinstance(error, OSError) and error.errno:  # the system's, and none of a worker that failed
-                error.strerror = f"the save to {draft.where} failed: {error.strerror}"
             raise
         self._running.append(save)
         return self._in_background(save)
@@ -292,7 +277,7 @@ class Saves:
     def hand_out(self, path: str | os.PathLike[str]) -> tuple[dict[str, Any], SaveHandle]:
         """Begin a save that the workers make in the middle of a call. Return the arguments of
         `writing.save`. The caller looks for errors."""
-        save = _Save(FileDraft(locations.place_to_save(path)), self._engine)
+        save = _Save(locations.place_to_save(path), FileDraft, self._engine)
         return save.begin(1, later=True), self._in_background(save)
 
     @staticmethod
@@ -310,7 +295,7 @@ class Saves:
         self._running = [save for save in self._running if not save.done.done() or save in failed[1:]]
         for save in failed[:1]:
             save.seen, error = True, save.done.exception()
-            raise CheckpointError(f"the save to {save.draft.where} in the background failed: {error}") from error
+            raise CheckpointError(f"the save to {save.where} in the background failed: {error}") from error
 
     def finish(self) -> None:
         """Wait up to 600 s for all running saves together, because the workers are about to end.
@@ -323,7 +308,7 @@ class Saves:
                 self._abandon(save, f"it was not complete {SHUTDOWN_S:g} s after shutdown() was called")
         for save in self._failed()[1:]:
             save.seen = True
-            logger.error("the save to %s in the background failed: %s", save.draft.where, save.done.exception())
+            logger.error("the save to %s in the background failed: %s", save.where, save.done.exception())
 
     def abandon(self) -> None:
         """Abandon running saves: the workers end now."""
@@ -335,7 +320,7 @@ class Saves:
     def _abandon(save: _Save, why: str) -> None:
         logger.error(
             "the save to %s in the background was abandoned: %s. An older file of that name is unchanged",
-            save.draft.where,
+            save.where,
             why,
         )
         save.close(CheckpointError(f"the save was abandoned: {why}"))

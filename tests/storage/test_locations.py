@@ -79,8 +79,6 @@ def test_the_content_is_read_back(root: str) -> None:
 @every
 def test_a_draft_is_visible_only_after_keep(root: str) -> None:
     draft, dropped = (locations.Draft(f"{root}/{name}") for name in ("a", "b"))
-    draft.file.write(b"void")
-    draft.file.restart()
     draft.file.write(b"1" * 100_000)
     dropped.file.write(b"half")
     assert locations.names(place(root)) == []

@@ -33,10 +33,9 @@ SHARDS_STALL_S = 24 * 3600.0  # at a URI, a rank reports only when it has writte
 
 
 def save_shards(saves: Saves, engine: Engine, path: str | os.PathLike[str], *, blocking: bool) -> str | SaveHandle:
-    draft = _ShardedDraft(locations.place_to_save(path))
-    stall_s = SHARDS_STALL_S if isinstance(draft.where, Uri) else 0.0
-    ranks = partial(getattr, engine, "world_size")
-    return saves.write(draft, replica_calls.save_shards, ranks, blocking=blocking, stall_s=stall_s)
+    where, ranks = locations.place_to_save(path), partial(getattr, engine, "world_size")
+    stall_s = SHARDS_STALL_S if isinstance(where, Uri) else 0.0
+    return saves.write(where, _ShardedDraft, replica_calls.save_shards, ranks, blocking=blocking, stall_s=stall_s)
 
 
 class ShardedLoads(Loads):
@@ -132,30 +131,28 @@ class _ShardedDraft:
     listed."""
 
     def __init__(self, where: locations.Place) -> None:
-        self.where, self._target = where, locations.check_folder(where) or where
-        self._local: locations.FolderDraft | None = None
-        self._folder: locations.Place | None = None
-        if (self._target / MARKER).is_file():
-            other = not _is_sharded(self._target)
+        self._target = target = locations.check_folder(where) or where
+        if (target / MARKER).is_file():
+            other = not _is_sharded(target)
         else:
-            here = self._target if isinstance(self._target, Path) and self._target.is_dir() else None
-            other = any(here.iterdir()) if here else self._target.is_file()
+            here = target if isinstance(target, Path) and target.is_dir() else None
+            other = any(here.iterdir()) if here else target.is_file()
         if other:
             raise ConfigError(
                 f"{where} exists and contains something else: save(sharded=True) replaces only an empty directory or a sharded "
                 "checkpoint; name one of those, or a directory that does not exist"
             )
-
-    def begin(self) -> dict[str, Any]:
-        self.drop()
         name = uuid.uuid4().hex[:8]
-        if isinstance(self._target, Path) or remote.is_in_this_process(self._target):
-            self._local = locations.FolderDraft(self._target)
-            self._folder = self._local.folder / name
-            self._folder.mkdir()
-        else:
-            self._folder = self._target / name
-        return {"folder": self._folder}
+        is_seen = isinstance(target, Path) or remote.is_in_this_process(target)
+        self._local = locations.FolderDraft(target) if is_seen else None
+        self._folder: locations.Place = (self._local.folder if self._local else target) / name
+        self.arguments, self._is_complete = {"folder": self._folder}, False
+        try:
+            if isinstance(self._folder, Path):
+                self._folder.mkdir()
+        except BaseException:
+            self.drop()
+            raise
 
     def size(self) -> int:
         draft = self._folder
@@ -163,11 +160,9 @@ class _ShardedDraft:
 
     def complete(self, reports: Sequence[Report], given: Callable[[], Any]) -> None:
         draft = self._folder
-        assert draft is not None
         files = {f"{draft.name}/{name}": FileEntry(*each) for report in reports for name, each in report.items()}
         if isinstance(draft, Uri):
             self._replace(files)
-            self._folder = None
         elif isinstance(self._target, Path) and (self._target / MARKER).is_file():
             durable.sync_folder(draft)
             durable.rename(draft, self._target / draft.name)
@@ -175,7 +170,7 @@ class _ShardedDraft:
         else:
             assert self._local is not None
             self._local.keep(files)
-        self.drop()
+        self._is_complete = True
 
     def _replace(self, files: Mapping[str, FileEntry]) -> None:
         """List the new files in the folder of the checkpoint, and then delete the older ones."""
@@ -189,14 +184,13 @@ class _ShardedDraft:
                 logger.warning("%s, which was replaced, could not be deleted: %s", target / older, error)
 
     def drop(self) -> None:
-        folder, local, self._folder, self._local = self._folder, self._local, None, None
-        if local is not None:
-            local.drop()
-        elif isinstance(folder, Uri):
+        if self._local is not None:
+            self._local.drop()
+        elif isinstance(self._folder, Uri) and not self._is_complete:
             try:
-                remote.delete(folder)
+                remote.delete(self._folder)
             except CheckpointError as failed:
-                logger.warning("%s, of a save that failed, could not be deleted: %s", folder, failed)
+                logger.warning("%s, of a save that failed, could not be deleted: %s", self._folder, failed)
 
 
 def _is_sharded(where: locations.Place) -> bool:
