@@ -246,7 +246,7 @@ def try_folder(folder: str, nodes: Mapping[str, Any]) -> Iterator[Finding]:
         ask_nodes({writer: actor}, ANSWER_S, Path.unlink, path)
 
 
-@click.command("doctor")
+@click.command("doctor", short_help="Check this machine, or all nodes of a cluster.")
 @click.option("--folder", "folders", multiple=True, help="A folder that all nodes should share. Can be repeated.")
 def command(folders: tuple[str, ...]) -> None:
     """Check this machine, or all nodes of the Ray cluster that runs on it or that RAY_ADDRESS

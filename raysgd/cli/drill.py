@@ -240,7 +240,7 @@ def drill(
     yield from compare(calm, alone, struck, ignored)
 
 
-@click.command("drill")
+@click.command("drill", short_help="Train an operator under faults, and compare.")
 @click.argument("operator", metavar="SCRIPT:OPERATOR")
 @click.option("--set", "settings", metavar="NAME=VALUE", multiple=True, help="An argument of TorchTrainer. Repeatable.")
 @click.option("--calls", default=4, show_default=True, type=click.IntRange(min=4), help="How often to call train().")

@@ -11,7 +11,7 @@ from raysgd.workers.cluster.connecting import join_running
 from raysgd.workers.cluster.keeper import end_trainer
 
 
-@click.command("end")
+@click.command("end", short_help="End the workers of a trainer whose script has ended.")
 @click.argument("name")
 def command(name: str) -> None:
     """End the workers of the trainer NAME, which wait for its script to be started again."""

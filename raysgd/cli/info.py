@@ -88,7 +88,7 @@ def text(value: Any) -> str:
     return f"[{', '.join(map(text, value))}]" if isinstance(value, (list, tuple)) else repr(value)
 
 
-@click.command("info")
+@click.command("info", short_help="Say what is in a checkpoint.")
 @click.argument("path", type=click.Path(exists=True, path_type=Path))
 def command(path: Path) -> None:
     """Say what is in the checkpoint at PATH: a file or folder that a trainer, AutoCheckpoint or
