@@ -8,9 +8,10 @@ Each object owns its own state, and the others call its methods. From the top do
     replacements.py  workers that are starting, until the group takes them
     call.py          one call on all ranks, until each has an outcome, and what its parts have measured
     boundary.py      agreeing on the batch boundary at which a call stops for a planned change
-    watchdog.py      finding the rank that blocks the others, and collective calls that others do not make
+    watchdog.py      finding the rank that blocks the others
     generation.py    forming a generation: leave, agree on the state, rendezvous, set up
-    worker_table.py  what the driver knows about each worker, and calls that they have not answered
+    worker_table.py  all workers, what has arrived from them, and calls that they have not answered
+    worker_info.py   what the driver knows about one worker
     takeover.py      the workers that an earlier driver has left
     rank_comparison.py  when the ranks' weights are compared, and what follows from a difference
     failure.py       the errors that end a call

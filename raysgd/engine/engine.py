@@ -44,7 +44,6 @@ from raysgd.engine.failure import (
     check_can_fit,
     held_error,
     older_state_error,
-    out_of_step_error,
     raise_user_error,
 )
 from raysgd.engine.generation import Generation
@@ -54,7 +53,8 @@ from raysgd.engine.recovery import RecoveryLog, RecoveryLoop
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.takeover import take_over
 from raysgd.engine.watchdog import ask
-from raysgd.engine.worker_table import During, OnReport, Phase, WorkerInfo, WorkerTable
+from raysgd.engine.worker_info import WorkerInfo
+from raysgd.engine.worker_table import During, OnReport, Phase, WorkerTable
 from raysgd.errors import CheckpointError, ClusterError, DivergenceError, NotActiveError, counted
 from raysgd.workers.worker_group import WorkerGroupProtocol
 
@@ -428,7 +428,7 @@ class Engine:
             if seen.kind == "user_error":
                 self._raise_user_error(seen, outcomes)
             if seen.kind == "out_of_step":
-                self._raise_out_of_step(seen, fan_out.troubled_at)
+                self._recovery.end_out_of_step(seen, running, self.progress, since=fan_out.troubled_at)
             part = PartialResults(tuple(outcomes.values()), self._generation.number)
             parts = [*parts, part] if job.again == "resume" else [part]
             if seen.kind == "done":
@@ -504,19 +504,15 @@ class Engine:
     def _compare_ranks(self, call: Call, seconds: float) -> None:
         """Compare the ranks after a call that took so long. If a worker fails now, the next call
         handles that."""
-        comparison, members = self._comparison, self._table.members()
-        comparison.note_training(seconds)
-        if len(members) == 1 or not comparison.is_due:
+        outcomes = self._comparison.ask_ranks(self._table, self._generation, call, seconds)
+        if not outcomes:
             return
-        began, number, limit_s = self._table.clock(), self._generation.number, self.limits.hang_s
-        outcomes = ask(self._table, members, "run", {"call": call}, limit_s=limit_s, generation=number)
-        comparison.note_asking(self._table.clock() - began)
         seen = classify(outcomes)
         if seen.kind == "user_error":
             self._raise_user_error(seen, outcomes)
         if seen.kind == "done":
             try:
-                comparison.judge(self.progress.step, [getattr(outcome, "value", "") for outcome in outcomes.values()])
+                self._comparison.judge(self.progress.step, [getattr(each, "value", "") for each in outcomes.values()])
             except DivergenceError:
                 self._generation.end(differ=True)  # the next call begins with rank 0's weights on all ranks
                 raise
@@ -623,32 +619,6 @@ class Engine:
         outcome = outcomes[seen.culprit]
         assert isinstance(outcome, Failed)
         raise_user_error(outcome, self._table[seen.culprit])
-
-    def _raise_out_of_step(self, seen: Observation, since: float) -> NoReturn:
-        """Raise the error about ranks that are out of step. As after any user's error, workers that
-        are alive stay, and the next call begins without the others."""
-        at, before = self.progress, self.world_size
-        self._generation.end()
-        failed = self._table.failed()
-        ranks = [info.rank or 0 for info in failed if info.in_group]
-        for info in failed:
-            self._table.dismiss(info.worker)
-        recovery = Recovery(
-            seen.reason,
-            tuple(sorted(ranks)),
-            before,
-            before - len(ranks),
-            in_place=True,
-            batches_redone=0,
-            seconds=round(self._table.clock() - since, 4),
-            epoch=at.epoch,
-            batch=at.batches,
-            detail=seen.detail,
-            time=time.time(),
-            step=at.step,
-        )
-        self._log.record(recovery, continues=False)
-        raise out_of_step_error(seen.detail, at)
 
 
 def shutdown_all() -> None:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from raysgd.core.decisions.policy import Recovery
 from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import DATA_LOADER, Failed
-from raysgd.engine.worker_table import WorkerInfo
+from raysgd.engine.worker_info import WorkerInfo
 from raysgd.environment import START_LIMIT
 from raysgd.errors import (
     CheckpointError,

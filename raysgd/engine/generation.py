@@ -27,7 +27,8 @@ from raysgd.core.ranks import RankInfo, assign_ranks
 from raysgd.core.snapshot import Snapshot, newest_state
 from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_error, warn_no_room
 from raysgd.engine.watchdog import ask
-from raysgd.engine.worker_table import Stage, WorkerInfo, WorkerTable
+from raysgd.engine.worker_info import Stage, WorkerInfo
+from raysgd.engine.worker_table import WorkerTable
 from raysgd.errors import WorkerStartError, counted
 from raysgd.workers.transfer import AnyTransfer
 

@@ -13,7 +13,8 @@ from raysgd.core.protocols import Call
 from raysgd.engine.failure import check_can_fit, no_room_error, unfinished_error, warn_no_room
 from raysgd.engine.generation import Generation
 from raysgd.engine.replacements import Replacements
-from raysgd.engine.worker_table import Leaver, WorkerInfo, WorkerTable
+from raysgd.engine.worker_info import Leaver, WorkerInfo
+from raysgd.engine.worker_table import WorkerTable
 
 
 class Membership:

@@ -13,6 +13,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 from raysgd.config import ElasticConfig
+from raysgd.core.outcomes import Outcome
+from raysgd.core.protocols import Call
+from raysgd.engine.generation import Generation
+from raysgd.engine.watchdog import ask
+from raysgd.engine.worker_table import WorkerTable
 from raysgd.errors import DivergenceError
 
 logger = logging.getLogger("raysgd")
@@ -34,23 +39,23 @@ class Comparison:
         self._trained_s, self._took_s = math.inf, 0.0  # so that the first call is compared
         self._logged = False
 
-    def note_training(self, seconds: float) -> None:
-        """Note how long a call has trained."""
-        self._trained_s += seconds
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the ranks should be compared now that a call has ended."""
-        return self._trained_s >= self._took_s / LARGEST_SHARE
-
     def note_change(self) -> None:
         """Note that user code has changed the state between two calls."""
         self._trained_s = math.inf
 
-    def note_asking(self, seconds: float) -> None:
-        """Note how long asking the ranks took. Once, it may be slow for another reason."""
-        self._took_s = min(seconds, 2 * self._took_s or seconds)
-        self._trained_s = 0.0
+    def ask_ranks(self, table: WorkerTable, generation: Generation, call: Call, seconds: float) -> dict[str, Outcome]:
+        """Return the outcomes of the call that asks the ranks for their sums. Return none if one
+        worker trains, or if training, of which a call has just taken so long, has not taken much
+        longer than the last comparison. Once, asking may be slow for another reason."""
+        self._trained_s += seconds
+        members, began = table.members(), table.clock()
+        if len(members) == 1 or self._trained_s < self._took_s / LARGEST_SHARE:
+            return {}
+        limit_s, number = generation.limits.hang_s, generation.number
+        outcomes = ask(table, members, "run", {"call": call}, limit_s=limit_s, generation=number)
+        took = table.clock() - began
+        self._took_s, self._trained_s = min(took, 2 * self._took_s or took), 0.0
+        return outcomes
 
     def judge(self, step: int, texts: Sequence[str]) -> None:
         """Compare what the ranks, in this order, have reported after a step. Log a difference, or

@@ -15,11 +15,18 @@ from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import BATCH, DATA_LOADER
 from raysgd.core.snapshot import Snapshot, newest_state
 from raysgd.engine.call import RunningCall
-from raysgd.engine.failure import cut_short_error, failed_error, raise_user_error, unfinished_error
+from raysgd.engine.failure import (
+    cut_short_error,
+    failed_error,
+    out_of_step_error,
+    raise_user_error,
+    unfinished_error,
+)
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
 from raysgd.engine.replacements import Replacements
-from raysgd.engine.worker_table import Stage, WorkerInfo, WorkerTable
+from raysgd.engine.worker_info import Stage, WorkerInfo
+from raysgd.engine.worker_table import WorkerTable
 from raysgd.errors import HangError, TrainingFailedError, counted, ranked
 
 logger = logging.getLogger("raysgd")
@@ -150,6 +157,18 @@ class RecoveryLoop:
                 self._generation.note_seconds("wait", self._table.clock() - began)
         self._note(case)
         return case.revived
+
+    def end_out_of_step(self, seen: policy.Observation, call: RunningCall, at: Progress, *, since: float) -> NoReturn:
+        """Raise the error about ranks that are out of step. As after any user's error, workers that
+        are alive stay, and the next call begins without the others."""
+        case = _Case(seen, call, at, len(self._table.members()), since)
+        self._generation.end()
+        self._generation.take_seconds()  # of anything before
+        failed = self._table.failed()
+        case.failed_ranks = {info.rank or 0 for info in failed if info.in_group}
+        self._table.dismiss(*(info.worker for info in failed))
+        self._note(case, continues=False)
+        raise out_of_step_error(seen.detail, at)
 
     def _let_leave(self, case: _Case) -> bool:
         """Dismiss the members that leave, when the others, or the driver, have the state. Return

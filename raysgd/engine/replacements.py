@@ -9,7 +9,8 @@ from raysgd.core.decisions.policy import count_to_launch, is_time_to_join
 from raysgd.core.outcomes import Failed, Ok
 from raysgd.engine.generation import Generation
 from raysgd.engine.watchdog import WARN_PART, collect_unfinished, end_if_silent, warn_of_slow
-from raysgd.engine.worker_table import Stage, WorkerInfo, WorkerTable
+from raysgd.engine.worker_info import Stage, WorkerInfo
+from raysgd.engine.worker_table import WorkerTable
 from raysgd.errors import counted
 
 logger = logging.getLogger("raysgd")

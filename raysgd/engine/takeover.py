@@ -14,7 +14,8 @@ from raysgd.engine.call import PartialResults, RunningCall, collect_results_sinc
 from raysgd.engine.failure import raise_user_error
 from raysgd.engine.generation import Generation
 from raysgd.engine.recovery import RecoveryLog, RecoveryLoop, StateLost
-from raysgd.engine.worker_table import LOOK_S, Stage, WorkerTable
+from raysgd.engine.worker_info import Stage
+from raysgd.engine.worker_table import LOOK_S, WorkerTable
 from raysgd.errors import counted
 from raysgd.workers.calls import with_value
 from raysgd.workers.orphan import Left

@@ -10,16 +10,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from enum import IntEnum
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from raysgd.core.channel import messages
-from raysgd.core.decisions.gpu_failures import MOST_FAILURES, Gpu, GpuFailures
-from raysgd.core.measures.metrics import Measured
+from raysgd.core.decisions.gpu_failures import MOST_FAILURES, GpuFailures
 from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import Failed, GpuFault, Interrupted, Ok, Outcome, WorkerFailed
 from raysgd.core.snapshot import Snapshot, SnapshotStore
+from raysgd.engine.worker_info import Leaver, Stage, WorkerInfo
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.worker_group import WorkerGroupProtocol
 
@@ -37,103 +36,9 @@ During = Callable[[Phase], AbstractContextManager[object]]
 ASKED_AGAIN_S = 10.0  # about the same machine
 AWAY_S = 1.0  # beyond the time that a wait was to take
 KILLED_S = 10.0
-RAY_ID_LENGTH = 56  # of the ids of Ray's nodes, whose first 8 characters are enough for users
 LOOK_S = 0.2
 # Answers that came too late for their request are dropped when there are this many.
 ANSWERS_AT_MOST = 10_000
-
-
-class Stage(IntEnum):
-    """How far a worker is in its life. One that has failed stays in its stage until it is
-    dismissed.
-
-    STARTING  its process was launched
-    OVERDUE   the same, so long ago that another one was launched in its place
-    UP        its process runs
-    WARMING   it sets up its replica, alongside the group
-    READY     it can join the group. Where a process can join only one process group, it is set up
-              after that
-    JOINING   it was taken for the next generation
-    MEMBER    it belongs to the current generation, and hosts a replica
-    """
-
-    STARTING = 0
-    OVERDUE = 1
-    UP = 2
-    WARMING = 3
-    READY = 4
-    JOINING = 5
-    MEMBER = 6
-
-
-@dataclass(frozen=True)
-class Leaver:
-    """Why a member is to leave, when its machine will be stopped (None: unknown), when it must have
-    left, what has announced that (its SIGTERM, or Ray, which drains its node), and whether its
-    operator knows it."""
-
-    reason: Literal["preemption", "shrink"]
-    deadline: float | None = None
-    leave_by: float = -math.inf
-    sigterm: bool = False
-    drained: bool = False
-    notified: bool = False
-
-
-@dataclass(eq=False)
-class WorkerInfo:
-    """What the driver knows about one worker. Only `WorkerTable` changes it.
-
-    since       when it was launched, or became ready
-    address     of its machine, as the driver sees it
-    local       whether it is on the driver's node
-    rank        its rank in the current generation, or the one that it will have in the next
-    leaver      why and when it is to leave, if it is
-    notice      whether it received SIGTERM, because its node will be removed
-    moved_at    when it last made progress
-    ended       how it failed
-    broken      the outcome with which it said that its GPU is broken
-    gpus        the GPUs that Ray has given to it, and how often they had failed before its set-up
-    killed_for  why the driver killed it, as the outcome of its call
-    unfinished  what it did not finish in time, with its stack; empty if its process is stopped and
-                shows none
-    busy        the call that it has not answered yet
-    last_call   the newest call that it was given
-    is_exact    whether `progress` is that of its replica: it came with the answer to the newest
-                call
-    """
-
-    worker: str
-    stage: Stage = Stage.STARTING
-    since: float = 0.0
-    node: str = ""
-    pid: int = 0
-    address: str = ""
-    local: bool = False
-    rank: int | None = None
-    leaver: Leaver | None = None
-    notice: bool = False
-    progress: Progress = field(default_factory=Progress)
-    partial: Measured | None = None
-    moved_at: float = 0.0
-    ended: WorkerEnded | None = None
-    broken: WorkerFailed | None = None
-    gpus: tuple[Gpu, ...] = ()
-    gpu_failures: int = 0
-    killed_for: WorkerFailed | None = None
-    unfinished: str = ""
-    busy: int | None = None
-    last_call: int = -1
-    is_exact: bool = False
-
-    @property
-    def in_group(self) -> bool:
-        return self.stage is Stage.MEMBER
-
-    @property
-    def machine(self) -> str:
-        """What users know its machine by."""
-        return self.address or (self.node[:8] if len(self.node) == RAY_ID_LENGTH else self.node)
 
 
 class WorkerTable:
@@ -249,7 +154,7 @@ class WorkerTable:
             logger.warning(
                 "%s has failed %d times: raysgd starts no more workers on it. Look for its errors (nvidia-smi -q, and Xid in dmesg) "
                 "on that machine, and drain the node or replace the GPU",
-                _gpu_of(info),
+                info.name_gpu(),
                 count,
             )
 
@@ -267,7 +172,7 @@ class WorkerTable:
         logger.warning(
             "%s has failed too often, and a new worker was started on it. This worker keeps the GPU without using it, so that Ray does "
             "not give it to another worker of this trainer",
-            _gpu_of(info),
+            info.name_gpu(),
         )
         return True
 
@@ -460,7 +365,7 @@ class WorkerTable:
     def _note_broken_gpu(self, info: WorkerInfo, outcome: WorkerFailed) -> None:
         """Note that a worker's GPU is broken. Its process ends itself, which can take long."""
         uuid = outcome.fault.uuid if outcome.fault is not None else ""
-        cause = f"{_gpu_of(info, uuid)}: {outcome.cause}"
+        cause = f"{info.name_gpu(uuid)}: {outcome.cause}"
         info.broken = replace(outcome, cause=cause, value=info.partial)
         info.ended = WorkerEnded(info.worker, cause, outcome.reason)
         self._note_change(info.worker)
@@ -497,12 +402,6 @@ class WorkerTable:
             )
         elif isinstance(message, messages.BoundaryAnswer | messages.StackReport):
             self._answers.append((info.worker, message))
-
-
-def _gpu_of(info: WorkerInfo, uuid: str = "") -> str:
-    """A worker's GPU with its node, for messages."""
-    numbers = ", ".join(number for _, number in info.gpus)
-    return f"{f'GPU {numbers}' if numbers else 'a GPU'}{f' ({uuid})' if uuid else ''} on node {info.machine}"
 
 
 class OpenCalls:

@@ -23,7 +23,7 @@ from raysgd.core.measures.progress import Progress
 from raysgd.core.measures.speed import SpeedWatch
 from raysgd.engine.call import Job, PartialResults
 from raysgd.engine.engine import Engine
-from raysgd.engine.worker_table import WorkerInfo
+from raysgd.engine.worker_info import WorkerInfo
 from raysgd.errors import check_arguments, counted
 from raysgd.replica.seeding import DrawnAnew
 from raysgd.trainer.rows import RowsCheck

@@ -21,7 +21,7 @@ from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.protocols import Call, SingleWorkerBackend
 from raysgd.core.ranks import RankInfo
-from raysgd.engine.worker_table import WorkerInfo
+from raysgd.engine.worker_info import WorkerInfo
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.inline_group import InlineGroup
 from raysgd.workers.ray_group import RayGroup

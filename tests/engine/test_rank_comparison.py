@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from raysgd import ElasticConfig, TrainingOptions
+from raysgd.core.outcomes import Ok
+from raysgd.core.protocols import Call
 from raysgd.engine.rank_comparison import Comparison, difference
 from raysgd.errors import ConfigError
 from raysgd.torch.settings import TorchSettings
@@ -141,17 +143,33 @@ def texts(*sizes: float) -> list[str]:
     return [json.dumps({"w": [size, 1.0, 1e-4]}) for size in sizes]
 
 
-def test_a_comparison_takes_at_most_half_a_percent_of_the_time() -> None:
+def test_a_comparison_takes_at_most_half_a_percent_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, took, members = 0.0, 0.05, ["a", "b"]
+
+    def ask(table: Any, workers: list[str], *_: Any, **limits: Any) -> dict[str, Ok]:
+        nonlocal now
+        now += took
+        return {worker: Ok() for worker in workers}
+
+    monkeypatch.setattr("raysgd.engine.rank_comparison.ask", ask)
+    table: Any = SimpleNamespace(members=lambda: members, clock=lambda: now)
+    generation: Any = SimpleNamespace(limits=SimpleNamespace(hang_s=1.0), number=1)
     made = Comparison(ElasticConfig())
-    assert made.is_due  # the first call
-    made.note_asking(0.05)
-    made.note_training(9.9)
-    assert not made.is_due
-    made.note_training(0.2)
-    assert made.is_due
-    made.note_asking(30.0)  # the machine was busy, once
-    made.note_training(20.1)
-    assert made.is_due
+
+    def is_compared(seconds: float) -> bool:
+        return [*made.ask_ranks(table, generation, Call(len), seconds)] == members
+
+    assert is_compared(0.0), "the first call"
+    assert not is_compared(9.9)
+    took = 30.0  # the machine is busy, once
+    assert is_compared(0.2)
+    took = 0.05
+    assert not is_compared(19.9)
+    assert is_compared(0.2)
+    made.note_change()
+    assert is_compared(0.0)
+    members = ["a"]
+    assert made.ask_ranks(table, generation, Call(len), 1e9) == {}, "one worker has nothing to compare"
 
 
 def test_a_difference_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,7 +27,8 @@ from raysgd.engine.membership import Membership
 from raysgd.engine.recovery import RecoveryLog, RecoveryLoop
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.watchdog import Watchdog
-from raysgd.engine.worker_table import Leaver, WorkerInfo, WorkerTable
+from raysgd.engine.worker_info import Leaver, WorkerInfo
+from raysgd.engine.worker_table import WorkerTable
 from raysgd.replica import loading
 from raysgd.replica.position import Position
 from raysgd.replica.step import Step

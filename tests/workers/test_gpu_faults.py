@@ -14,7 +14,7 @@ from raysgd.core.outcomes import Failed, GpuFault, Ok, Outcome, WorkerFailed
 from raysgd.core.protocols import Call, SingleWorkerBackend
 from raysgd.core.ranks import RankInfo
 from raysgd.engine.failure import MEMORY_HINT, raise_user_error
-from raysgd.engine.worker_table import WorkerInfo
+from raysgd.engine.worker_info import WorkerInfo
 from raysgd.workers import gpu_faults
 from raysgd.workers.replica_host import SET_UPS, ReplicaHost
 
