@@ -9,7 +9,8 @@ import pickle
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +60,21 @@ def report(metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
         raise ConfigError(
             f"checkpoint must be a raysgd.train.Checkpoint, a dict or a checkpoint of Ray, got {checkpoint!r}"
         )
+    with stored(own) as checkpoint:
+        tune.report(values, checkpoint=checkpoint)
+
+
+@contextmanager
+def stored(own: Checkpoint, number: int | None = None) -> Iterator[Any]:
+    """A context with a checkpoint of Tune, in a temporary folder: this one, and its `number` in the
+    run."""
     with tempfile.TemporaryDirectory(prefix="raysgd-trial-") as folder:
-        tune.report(values, checkpoint=store(own, folder))
-
-
-def store(own: Checkpoint, folder: str) -> Any:
-    """Write a checkpoint into a folder, and return it as one of Tune."""
-    own.to_directory(folder)
-    unlist_metadata(Path(folder))
-    return _tune().Checkpoint.from_directory(folder)
+        own.to_directory(folder)
+        unlist_metadata(Path(folder))
+        checkpoint = _tune().Checkpoint.from_directory(folder)
+        if number is not None:
+            checkpoint.update_metadata({NUMBER: number})
+        yield checkpoint
 
 
 def number_of(checkpoint: Any) -> int | None:

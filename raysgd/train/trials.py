@@ -12,10 +12,9 @@ process failed.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from ray.tune.trainable import wrap_function
 
 from raysgd.storage import locations
 from raysgd.train import in_trial
-from raysgd.train.checkpoint import DICT_FILE, Checkpoint, unlist_metadata
+from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.checkpoint_manager import CheckpointManager
 from raysgd.train.driver import FunctionDriver, TrainingIterator
 from raysgd.train.job import FunctionJob, FunctionWorkers, function_name
@@ -67,7 +66,7 @@ def perform(workers: FunctionWorkers, job: FunctionJob) -> None:
         if (found := tune.get_checkpoint()) is not None:  # the trial's own, instead of the job's
             manager.payload = in_trial.bytes_of(found, pickler_class())
             manager.latest_id = int(found.get_metadata().get(in_trial.NUMBER, manager.latest_id))
-        handover = Handover(folder, manager)
+        taken = manager.latest_id
         executor = FunctionDriver(workers)
         stack.callback(executor.shutdown)
         executor.start(job.hook)
@@ -76,9 +75,23 @@ def perform(workers: FunctionWorkers, job: FunctionJob) -> None:
         last: dict[str, Any] = {}
         while (result := rounds.next_round()) is not None:
             last = {name: in_trial.without_tensors(value) for name, value in result.rows[0].items()}
-            tune.report(last, checkpoint=handover.take(result.checkpoint_id))
-        if manager.latest_id > handover.taken:  # saved after the last report
-            tune.report(last, checkpoint=handover.take(manager.latest_id))
+            taken = _pass_on(last, manager, taken, result.checkpoint_id)
+        if manager.latest_id > taken:  # saved after the last report
+            _pass_on(last, manager, taken, manager.latest_id)
+
+
+def _pass_on(metrics: dict[str, Any], manager: CheckpointManager, taken: int, newest: int) -> int:
+    """Report to Tune, with the newest stored checkpoint unless that is the one last `taken`, and
+    delete it here with those before. Return its number."""
+    if newest <= taken:
+        tune.report(metrics)
+        return taken
+    places = [manager.place_of(number) for number in range(max(taken + 1, 0), newest + 1)]
+    with in_trial.stored(Checkpoint(places[-1], trusted=True), newest) as checkpoint:
+        tune.report(metrics, checkpoint=checkpoint)
+    for each in places:
+        locations.delete(each)
+    return newest
 
 
 class TrialReports:
@@ -93,51 +106,15 @@ class TrialReports:
 
     def __call__(self, metrics: Mapping[str, Any], checkpoint: Any = None, **more: Any) -> None:
         number, payload = self._manager.latest_id, self._manager.payload
-        with ExitStack() as stack:
-            if self._trial == in_trial.describe()["trial_id"]:  # Tune can use the process for another trial
-                if checkpoint is None and number > self._taken and payload is not None:
-                    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="raysgd-trial-"))
-                    checkpoint = in_trial.store(Checkpoint.from_bytes(payload, trusted=True), folder)
-                    checkpoint.update_metadata({in_trial.NUMBER: number})
-                self._last, self._taken = metrics, number
-            self._report(metrics, checkpoint=checkpoint, **more)
+        own: Any = nullcontext(checkpoint)
+        if self._trial == in_trial.describe()["trial_id"]:  # Tune can use the process for another trial
+            if checkpoint is None and number > self._taken and payload is not None:
+                own = in_trial.stored(Checkpoint.from_bytes(payload, trusted=True), number)
+            self._last, self._taken = metrics, number
+        with own as found:
+            self._report(metrics, checkpoint=found, **more)
 
     def end(self) -> None:
         """Repeat the last report if a checkpoint was saved after it."""
         if self._last is not None and self._manager.latest_id > self._taken:
             self(self._last)
-
-
-class Handover:
-    """Owns the folder of checkpoints that Tune has not taken, and the number of the last taken."""
-
-    def __init__(self, folder: Path, manager: CheckpointManager) -> None:
-        self._folder, self._manager = folder, manager
-        self.taken = manager.latest_id
-
-    def take(self, number: int) -> Any:
-        """Take this checkpoint for a report, or None if Tune has it. Delete older ones."""
-        if number <= self.taken:
-            return None
-        self._delete(before=number)
-        self.taken = number
-        stored = self._place(number)
-        if stored.is_file():
-            folder = self._folder / f"taken_{number}"
-            folder.mkdir()
-            os.replace(stored, folder / DICT_FILE)
-            stored = folder
-        unlist_metadata(stored)
-        checkpoint = tune.Checkpoint.from_directory(str(stored))
-        checkpoint.update_metadata({in_trial.NUMBER: number})
-        return checkpoint
-
-    def _delete(self, *, before: int) -> None:
-        for number in range(max(self.taken, 0), before):
-            for path in (self._place(number), self._folder / f"taken_{number}"):
-                locations.delete(path)
-
-    def _place(self, number: int) -> Path:
-        place = self._manager.place_of(number)
-        assert isinstance(place, Path), "the folder is local"
-        return place
