@@ -293,7 +293,7 @@ def let_two_trainers_use_one_folder(patch: Patch) -> None:
 
 @mutant("tests/train/test_checkpoint_manager.py::test_as_many_are_kept_as_the_strategy_says")
 def keep_the_worst_checkpoints_of_a_function(patch: Patch) -> None:
-    from raysgd.train.checkpoint_manager import CheckpointManager
+    from raysgd.train.run.checkpoint_manager import CheckpointManager
 
     original = CheckpointManager._score
     patch.setattr(CheckpointManager, "_score", lambda self, *given: -original(self, *given))
@@ -301,7 +301,7 @@ def keep_the_worst_checkpoints_of_a_function(patch: Patch) -> None:
 
 @mutant("tests/train/test_checkpoint_manager.py::test_checkpoints_of_an_earlier_run_are_adopted")
 def number_checkpoints_again_after_a_resume(patch: Patch) -> None:
-    from raysgd.train.checkpoint_manager import CheckpointManager
+    from raysgd.train.run.checkpoint_manager import CheckpointManager
 
     original = CheckpointManager.adopt
 
@@ -399,7 +399,7 @@ ROUNDS = "tests/train/test_rounds.py::test_"
 
 @mutant(f"{ROUNDS}the_ranks_wait_for_slow_storage_and_the_driver_does_not")
 def acknowledge_a_report_before_it_is_stored(patch: Patch) -> None:
-    from raysgd.train.rounds import FunctionRun, Round
+    from raysgd.train.run.rounds import FunctionRun, Round
 
     original = FunctionRun._close_round
 
@@ -412,7 +412,7 @@ def acknowledge_a_report_before_it_is_stored(patch: Patch) -> None:
 
 @mutant(f"{ROUNDS}a_rank_waits_until_all_have_reported")
 def acknowledge_a_report_when_it_arrives(patch: Patch) -> None:
-    from raysgd.train.rounds import FunctionRun
+    from raysgd.train.run.rounds import FunctionRun
 
     original = FunctionRun.receive
 
@@ -425,12 +425,12 @@ def acknowledge_a_report_when_it_arrives(patch: Patch) -> None:
 
 @mutant(f"{ROUNDS}a_rank_does_not_wait_for_one_that_has_returned")
 def wait_for_a_rank_that_has_returned(patch: Patch) -> None:
-    instead("raysgd.train.rounds.FunctionRun.note_return", lambda self, rank: None)(patch)
+    instead("raysgd.train.run.rounds.FunctionRun.note_return", lambda self, rank: None)(patch)
 
 
 @mutant(f"{ROUNDS}slow_storage_delays_no_recovery_and_a_round_is_visible_after_its_checkpoint_is_stored")
 def show_a_round_before_the_checkpoints_of_earlier_ones_are_stored(patch: Patch) -> None:
-    from raysgd.train.checkpoint_manager import BackgroundWriter
+    from raysgd.train.run.checkpoint_manager import BackgroundWriter
 
     original = BackgroundWriter.put
 
@@ -442,7 +442,7 @@ def show_a_round_before_the_checkpoints_of_earlier_ones_are_stored(patch: Patch)
 
 @mutant("tests/simulation/test_functions.py::test_schedules_of_faults_break_no_guarantee")
 def mix_the_rounds_of_two_attempts(patch: Patch) -> None:
-    from raysgd.train.rounds import FunctionRun
+    from raysgd.train.run.rounds import FunctionRun
 
     begin = FunctionRun.begin_attempt
 
@@ -457,7 +457,7 @@ def mix_the_rounds_of_two_attempts(patch: Patch) -> None:
 
 @mutant(f"{ROUNDS}after_a_mismatch_nothing_is_a_round")
 def show_rounds_after_a_mismatch(patch: Patch) -> None:
-    instead("raysgd.train.rounds.FunctionRun._end_with", lambda self, error: self._fail(error))(patch)
+    instead("raysgd.train.run.rounds.FunctionRun._end_with", lambda self, error: self._fail(error))(patch)
 
 
 @mutant("tests/train/test_run_session.py::test_restore_discards_uncommitted_changes")

@@ -109,8 +109,8 @@ def want_workers(trainer: Any, number: int) -> None:
 
 def run_with_shards(trainer: Any, function: Any, data: dict[str, Any], config: Any, folder: Path) -> list[Any]:
     """Run a function like a trainer with a dataset_config, which `Trainer.run(dataset=...)` does not have."""
-    from raysgd.train.job import FunctionJob
-    from raysgd.train.splits import make_splits
+    from raysgd.train.run.job import FunctionJob
+    from raysgd.train.run.splits import make_splits
 
     executor = trainer._executor
     job = FunctionJob(function=function, shards=make_splits(data, config))

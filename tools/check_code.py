@@ -27,8 +27,7 @@ LAYERS = {
     "1b": "torch tf horovod train replica data/sample_seeds",
     "2": "workers",
     "3": "engine",
-    "4": "trainer torch/trainer torch/setup torch/group/strategies torch/state/sharded tf/trainer train/trainer train/executor "
-    "train/driver train/job train/rounds train/worker_group train/fit/trainer train/fit/frameworks train/splits train/trials tune "
+    "4": "trainer torch/trainer torch/setup torch/group/strategies torch/state/sharded tf/trainer train/run train/fit tune "
     "horovod/strategy",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__ "
     "train/torch train/tensorflow train/horovod train/lightning",
@@ -47,23 +46,10 @@ SIBLINGS = {
     "tf": {"replica"},
     "horovod": {"torch"},
     "horovod/strategy": {"torch/group/strategies"},
-    "train/job": {"train/splits"},
-    "train/rounds": {"train/job"},
-    "train/driver": {"train/job", "train/rounds", "train/worker_group"},
-    "train/executor": {"train/driver", "train/job", "train/worker_group"},
-    "train/trainer": {
-        "trainer",
-        "train/driver",
-        "train/job",
-        "train/splits",
-        "train/trials",
-        "train/worker_group",
-    },
-    "train/fit/trainer": {"trainer", "train/driver", "train/job", "train/splits", "train/trials"},
-    "train/fit/frameworks": {"train/fit/trainer"},
+    "train/run": {"trainer"},
+    "train/fit": {"trainer", "train/run"},
     "train/lightning": {"train/torch"},
-    "train/trials": {"train/driver", "train/job"},
-    "tune": {"train/trials", "tf/trainer", "torch/setup"},
+    "tune": {"train/run", "tf/trainer", "torch/setup"},
     "torch/trainer": {"torch/state/sharded", "torch/setup", "torch/group/strategies", "trainer"},
     "torch/setup": {"trainer"},
     "torch/state/sharded": {"trainer"},
@@ -80,13 +66,13 @@ UPWARD = {
     ("core/offers", "torch/lightning/operator"): "TrainingOperator.from_ptl makes a subclass",
     ("core/offers", "tune/trials"): "TorchTrainer.as_trainable makes a trial of Tune",
     ("train/checkpoint", "compat/without_effect"): "has an older name",
-    ("train/trainer", "compat/without_effect"): "has an older name",
-    ("train/trainer", "train/fit/trainer"): "has an older name",
+    ("train/checkpoint", "train/run/checkpoint_manager"): "has an older name",
+    ("replica/operator_base", "torch/operator"): "asks whether a method is a default one of raysgd",
 }
 
 # Where each package of other projects may be imported.
 HOMES = {
-    "ray": {"workers", "ray_data", "train/trials", "tune", "compat", "cli/doctor"},
+    "ray": {"workers", "ray_data", "train/run/trials", "tune", "compat", "cli/doctor"},
     "torch": {"torch", "horovod", "train", "operators", "data/sample_seeds", "compat/torch_functions", "demo"},
     "tensorflow": {"tf", "horovod", "train", "operators"},
     "keras": {"tf", "operators"},

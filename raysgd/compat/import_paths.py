@@ -76,7 +76,7 @@ MODULES: dict[str, dict[str, str]] = {
         "raysgd.callbacks.base": "PYTORCH_PROFILER_KEY=TRACES",
         "raysgd.environment": "TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV=FUNCTION_START_LIMIT",
         "raysgd.ray_data.datasets": "TRAIN_DATASET_KEY=DEFAULT_NAME",
-        "raysgd.train.rounds": "ENABLE_DETAILED_AUTOFILLED_METRICS_ENV=DETAILED",
+        "raysgd.train.run.rounds": "ENABLE_DETAILED_AUTOFILLED_METRICS_ENV=DETAILED",
         "raysgd.train.settings": "TIMESTAMP",
         "raysgd.compat.constants": "ALL_RESERVED_KEYS BASIC_AUTOFILLED_KEYS DATE DEFAULT_RESULTS_DIR DETAILED_AUTOFILLED_KEYS "
         "HOSTNAME NODE_IP PID TIME_THIS_ITER_S TIME_TOTAL_S TRAINING_ITERATION",
@@ -87,10 +87,17 @@ MODULES: dict[str, dict[str, str]] = {
         **SESSION,
         REFUSED: "Session TrainingResult get_session init_session shutdown_session",
     },
+    "raysgd.train.trainer": {
+        "raysgd.train": "BaseTrainer Trainer TrainingIterator",
+        "raysgd.train.backends": "get_backend_config_cls",
+        "raysgd.compat.without_effect": "BACKEND_NAME_TO_CONFIG_CLS_NAME",
+        REFUSED: "TrainWorkerGroup",
+    },
     "raysgd.train.utils": {
         "raysgd.compat.utils": "check_for_failure construct_path construct_train_func get_address_and_port update_env_vars",
         "raysgd.compat.without_effect": "RayDataset",
     },
+    "raysgd.train.worker_group": {"raysgd.train": "WorkerGroup", REFUSED: "Worker WorkerMetadata"},
     # AIR
     "raysgd.air": {"raysgd.train": f"{CONFIGS} session", REFUSED: "DataBatchType DatasetConfig"},
     "raysgd.air.checkpoint": {"raysgd.train": "Checkpoint"},

@@ -71,7 +71,7 @@ def construct_path(path: Path, parent_path: Path) -> Path:
 
 def construct_train_func(train_func: Callable[..., Any], config: Mapping[str, Any] | None) -> Callable[[], Any]:
     """Make a function without arguments from a training function and its config."""
-    from raysgd.train.job import check_function
+    from raysgd.train.run.job import check_function
 
     function, arguments = check_function(train_func, config)
     return lambda: function(*arguments)

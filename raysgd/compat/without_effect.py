@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from raysgd.train.backends import CONFIGS
-from raysgd.train.checkpoint_manager import CheckpointManager
+from raysgd.train.run.checkpoint_manager import CheckpointManager
 
 # The value of each name, and what to do in place of using it.
 NAMES: dict[str, tuple[Any, str]] = {

@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from raysgd.replica.seeding import seed_for
     from raysgd.train import tensorflow as tensorflow
     from raysgd.train import torch as torch
-    from raysgd.train.driver import SGDIterator, TrainingIterator
-    from raysgd.train.executor import BackendExecutor
     from raysgd.train.fit.frameworks import HorovodTrainer, TensorflowTrainer, TorchTrainer
     from raysgd.train.fit.trainer import DataParallelTrainer
-    from raysgd.train.trainer import Trainer
-    from raysgd.train.worker_group import WorkerGroup
+    from raysgd.train.run.driver import SGDIterator, TrainingIterator
+    from raysgd.train.run.executor import BackendExecutor
+    from raysgd.train.run.trainer import Trainer
+    from raysgd.train.run.worker_group import WorkerGroup
 
     session: Any
 
@@ -102,17 +102,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BackendExecutor": "raysgd.train.executor",
+    "BackendExecutor": "raysgd.train.run.executor",
     "BaseTrainer": "raysgd.train.fit.trainer:DataParallelTrainer",  # AIR's name; it is not in `__all__`
     "DataParallelTrainer": "raysgd.train.fit.trainer",
     "HorovodTrainer": "raysgd.train.fit.frameworks",
-    "SGDIterator": "raysgd.train.driver",
+    "SGDIterator": "raysgd.train.run.driver",
     "SyncConfig": REFUSED,
     "TensorflowTrainer": "raysgd.train.fit.frameworks",
     "TorchTrainer": "raysgd.train.fit.frameworks",
-    "Trainer": "raysgd.train.trainer",
-    "TrainingIterator": "raysgd.train.driver",
-    "WorkerGroup": "raysgd.train.worker_group",
+    "Trainer": "raysgd.train.run.trainer",
+    "TrainingIterator": "raysgd.train.run.driver",
+    "WorkerGroup": "raysgd.train.run.worker_group",
     "seed_for": "raysgd.replica.seeding",
     "session": "raysgd.train.session",
     "tensorflow": "raysgd.train.tensorflow",

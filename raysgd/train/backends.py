@@ -106,7 +106,7 @@ class TorchHooks(Backend):
 
     @staticmethod
     def encode_data(data: dict[str, Any]) -> dict[str, Any]:
-        from raysgd.train.torch_function import to_cpu
+        from raysgd.torch.group.function_backend import to_cpu
 
         moved: dict[str, Any] = to_cpu(data)
         return moved
@@ -142,8 +142,8 @@ class TorchConfig(BackendConfig):
         _require("torch")
 
     def make_backend(self, *, host: str, gpus: float, join_s: float, collective_s: float) -> Any:
+        from raysgd.torch.group.function_backend import TorchFunctionBackend
         from raysgd.torch.group.process_group import name_for
-        from raysgd.train.torch_function import TorchFunctionBackend
 
         name, env = name_for(self.backend, gpus), self.init_method == "env"
         return TorchFunctionBackend(
@@ -159,7 +159,7 @@ class TensorflowConfig(BackendConfig):
         _require("tensorflow")
 
     def make_backend(self, *, host: str, gpus: float, join_s: float, collective_s: float) -> Any:
-        from raysgd.train.tensorflow_function import TensorflowFunctionBackend
+        from raysgd.tf.function_backend import TensorflowFunctionBackend
 
         return TensorflowFunctionBackend(host=host)
 

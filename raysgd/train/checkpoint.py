@@ -337,7 +337,7 @@ def _read(data: bytes | memoryview, where: str, trusted: bool) -> dict[str, Any]
 def __getattr__(name: str) -> Any:
     """Find names of `ray.train.checkpoint` that are elsewhere, without an import of them here."""
     homes = {
-        "CheckpointManager": "raysgd.train.checkpoint_manager",
+        "CheckpointManager": "raysgd.train.run.checkpoint_manager",
         "CheckpointStrategy": "raysgd.train.settings",
         "TuneCheckpointManager": "raysgd.compat.without_effect",
     }

@@ -111,7 +111,7 @@ def convert_result(result: Any) -> Any:
         if all(map(operator.is_, items, result)):
             return result
         return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
-    from raysgd.train.torch_function import to_cpu
+    from raysgd.torch.group.function_backend import to_cpu
 
     return to_cpu(result)
 
@@ -265,7 +265,7 @@ class FunctionReplica:
         return self._codec.dumps((self._run_number, self._commit.kept))
 
     def share_state(self, giver: int, *, takes: bool, is_new: bool) -> None:
-        from raysgd.train.torch_function import share_bytes
+        from raysgd.torch.group.function_backend import share_bytes
 
         data = share_bytes(self.state, giver, self._control)
         if takes:

@@ -10,7 +10,7 @@ What users write:
 from __future__ import annotations
 
 from raysgd.train.in_trial import report
-from raysgd.train.trials import as_trainable
+from raysgd.train.run.trials import as_trainable
 from raysgd.tune.trials import BaseTorchTrainable, TFTrainable
 
 __all__ = ["BaseTorchTrainable", "TFTrainable", "as_trainable", "report"]

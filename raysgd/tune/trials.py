@@ -18,7 +18,7 @@ from typing import Any
 from ray import tune
 
 from raysgd.errors import ConfigError
-from raysgd.train.trials import make_placement
+from raysgd.train.run.trials import make_placement
 
 CHECKPOINT = "trainer.checkpoint"
 TUNED = "tuned.json"  # the numbers in the config of the trial that saved

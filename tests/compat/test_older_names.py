@@ -17,7 +17,7 @@ import torch
 
 from raysgd import CheckpointError
 from raysgd.train import Checkpoint, CheckpointStrategy, DataParallelTrainer, RunConfig, TorchConfig, Trainer
-from raysgd.train.trainer import in_order
+from raysgd.train.run.trainer import in_order
 from tests.peek import record_run, settings_of
 
 WITHOUT_EFFECT = {

@@ -24,20 +24,12 @@ from raysgd import train
 from raysgd.core.decisions.policy import PLANNED, Recovery
 from raysgd.engine.engine import Engine
 from raysgd.errors import ResourceError, WorkerStartError
-from raysgd.train import (
-    Checkpoint,
-    CheckpointConfig,
-    TrainingWorkerError,
-    driver,
-    replica,
-    rounds,
-    session_functions,
-    torch_function,
-    worker_group,
-)
+from raysgd.torch.group import function_backend as torch_function
+from raysgd.train import Checkpoint, CheckpointConfig, TrainingWorkerError, replica, session_functions
 from raysgd.train.backends import Backend, BackendConfig
-from raysgd.train.checkpoint_manager import CheckpointManager
-from raysgd.train.executor import BackendExecutor
+from raysgd.train.run import driver, rounds, worker_group
+from raysgd.train.run.checkpoint_manager import CheckpointManager
+from raysgd.train.run.executor import BackendExecutor
 from raysgd.workers.events import MessageReceived
 from tests.simulation.checker import Checker, Violation
 from tests.simulation.faults import Cancelled, Schedule

@@ -10,7 +10,7 @@ import pytest
 
 from raysgd.core.ranks import assign_ranks
 from raysgd.tf.cluster_config import HeldPort
-from raysgd.train.tensorflow_function import TensorflowFunctionBackend
+from raysgd.tf.function_backend import TensorflowFunctionBackend
 from tests.attacks.attackers import listening
 
 COUNT = 3

@@ -10,11 +10,11 @@ import pytest
 from raysgd.core.protocols import SingleWorkerBackend
 from raysgd.core.ranks import assign_ranks
 from raysgd.errors import ConfigError
+from raysgd.tf.function_backend import TensorflowFunctionBackend
 from raysgd.torch.group.devices import see_gpus
+from raysgd.torch.group.function_backend import TorchFunctionBackend, environment
 from raysgd.train import Backend, BackendConfig, HorovodConfig, TensorflowConfig, TorchConfig
 from raysgd.train.backends import backend_of, parse_backend
-from raysgd.train.tensorflow_function import TensorflowFunctionBackend
-from raysgd.train.torch_function import TorchFunctionBackend, environment
 
 LIMITS: dict[str, Any] = {"host": "127.0.0.1", "join_s": 5, "collective_s": 5}
 

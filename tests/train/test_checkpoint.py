@@ -19,7 +19,7 @@ import pytest
 
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.train import Checkpoint, dictionaries
-from raysgd.train.job import pack_checkpoint
+from raysgd.train.run.job import pack_checkpoint
 from raysgd.workers.serialization import pickler_class
 from tests import storing
 from tests.storage.damage import Touches, flipped, zipped
@@ -155,7 +155,7 @@ class Custom:
 
 def test_plain_values_need_no_trust(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from raysgd.train import torch_function
+    from raysgd.torch.group import function_backend as torch_function
 
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raysgd.train import Checkpoint, CheckpointConfig, CheckpointStrategy
-from raysgd.train.checkpoint_manager import CheckpointManager
+from raysgd.train.run.checkpoint_manager import CheckpointManager
 
 
 def manager_of(tmp_path: Path, *losses: float, initial: bytes | None = None, **strategy: Any) -> CheckpointManager:

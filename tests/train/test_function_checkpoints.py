@@ -11,7 +11,7 @@ import pytest
 
 from raysgd import CheckpointError
 from raysgd.train import Checkpoint
-from raysgd.train.checkpoint_manager import CheckpointManager
+from raysgd.train.run.checkpoint_manager import CheckpointManager
 from tests import storing
 from tests.storage.damage import flipped, flips, lengths, tallied
 from tests.storage.function_cases import CONTENT, LIST, files_of, make_source, read_folder, same

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd import ConfigError, train
-from raysgd.train.checkpoint_manager import CheckpointManager
+from raysgd.train.run.checkpoint_manager import CheckpointManager
 from raysgd.train.session_functions import Stopped
 from tests.replicas import FunctionRank
 

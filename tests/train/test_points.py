@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.train.points import Points
+from raysgd.train.in_place.points import Points
 
 STEPS, AFTERWARDS = 4, 2
 

@@ -13,7 +13,7 @@ import pytest
 
 from raysgd import ElasticConfig, train
 from raysgd.train import DataConfig, Trainer
-from raysgd.train.splits import make_splits
+from raysgd.train.run.splits import make_splits
 from raysgd.workers.cluster.nodes import warn_no_room_for_data
 from tests.peek import run_with_shards, want_workers
 

@@ -16,10 +16,11 @@ from raysgd import train
 from raysgd.callbacks.base import TRACES
 from raysgd.core.channel.messages import FunctionReport
 from raysgd.errors import CheckpointError
-from raysgd.train import Backend, ReportMismatchError, checkpoint_manager, rounds
-from raysgd.train.checkpoint_manager import CheckpointManager
-from raysgd.train.job import FunctionJob
-from raysgd.train.rounds import FunctionRun
+from raysgd.train import Backend, ReportMismatchError
+from raysgd.train.run import checkpoint_manager, rounds
+from raysgd.train.run.checkpoint_manager import CheckpointManager
+from raysgd.train.run.job import FunctionJob
+from raysgd.train.run.rounds import FunctionRun
 from tests.faults import until
 from tests.replicas import FunctionRank
 

@@ -14,9 +14,9 @@ from raysgd.callbacks import PrintCallback
 from raysgd.storage.remote import Uri
 from raysgd.train import FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.fit.records import RunRecord, StoredRun, choose_log_dir
-from raysgd.train.job import check_function
+from raysgd.train.run.job import check_function
+from raysgd.train.run.worker_group import limits_for
 from raysgd.train.settings import check_strategy
-from raysgd.train.worker_group import limits_for
 from tests import storing
 from tests.peek import record_run, settings_of
 

@@ -298,7 +298,7 @@ def test_to_tune_trainable_is_refused(ray_cluster: None, monkeypatch: pytest.Mon
         trainer.to_tune_trainable(lambda config: None)
     with pytest.raises(ValueError, match="takes 2"):
         Trainer("none").to_tune_trainable(lambda a, b: None)
-    for name in [name for name in sys.modules if name.startswith(("raysgd.tune", "raysgd.train.trials"))]:
+    for name in [name for name in sys.modules if name.startswith(("raysgd.tune", "raysgd.train.run.trials"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(raysgd, "tune", raising=False)
     monkeypatch.setitem(sys.modules, "ray.tune", None)

@@ -15,8 +15,8 @@ from raysgd.storage.locations import Place, place, text_of
 from raysgd.storage.masking import mask
 from raysgd.storage.remote import Uri
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.checkpoint_manager import CheckpointManager
 from raysgd.train.fit.records import StoredRun
+from raysgd.train.run.checkpoint_manager import CheckpointManager
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,13 +19,13 @@ from raysgd.storage.remote import Uri
 from raysgd.train.backends import parse_backend
 from raysgd.train.callbacks import make_callback_list
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.checkpoint_manager import CheckpointManager
-from raysgd.train.driver import FunctionDriver, TrainingIterator
 from raysgd.train.fit.records import RunRecord, StoredRun, can_restore, choose_log_dir, choose_place
 from raysgd.train.fit.result import Result
-from raysgd.train.job import FunctionJob, FunctionWorkers, check_function, function_name
+from raysgd.train.run.checkpoint_manager import CheckpointManager
+from raysgd.train.run.driver import FunctionDriver, TrainingIterator
+from raysgd.train.run.job import FunctionJob, FunctionWorkers, check_function, function_name
+from raysgd.train.run.splits import make_splits
 from raysgd.train.settings import RunConfig, ScalingConfig, rays_own, without_rays_own
-from raysgd.train.splits import make_splits
 from raysgd.trainer.arguments import check_hook
 from raysgd.workers.serialization import pack
 from raysgd.workers.tracebacks import folding
@@ -190,13 +190,13 @@ class DataParallelTrainer:
         """Make a Tune Trainable class (extra: tune); `tune.Tuner` accepts the trainer itself too. A
         trial's config holds arguments of the trainer, such as `{"train_loop_config": {"lr": 0.1}}`,
         which is merged into the loop's config."""
-        from raysgd.train.trials import as_trainable
+        from raysgd.train.run.trials import as_trainable
 
         return as_trainable(self)
 
     def __call__(self, config: dict[str, Any]) -> None:
         """Run the function with a trial's config. Tune calls this in the trial."""
-        from raysgd.train.trials import perform
+        from raysgd.train.run.trials import perform
 
         trainer = self._with(config)
         trainer.setup()
@@ -204,7 +204,7 @@ class DataParallelTrainer:
 
     def _resources(self, config: dict[str, Any]) -> Any:
         """The resources of a trial. Tune looks for this attribute of functions."""
-        from raysgd.train.trials import make_placement
+        from raysgd.train.run.trials import make_placement
 
         scaling = self._with(config).scaling_config
         return make_placement(scaling.bundles(), scaling.placement_strategy)

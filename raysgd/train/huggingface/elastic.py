@@ -45,10 +45,10 @@ from raysgd.errors import ConfigError
 from raysgd.replica.seeding import Places, seed_generators
 from raysgd.torch.data.sampling import Units, agree, set_epoch
 from raysgd.train.elastic_state import ByReference, Commit, copied, elastic
-from raysgd.train.generators import generator_states, set_generators
 from raysgd.train.huggingface.foreign import SET_BY_TRANSFORMERS, WeightsInMemory, loop_of
 from raysgd.train.huggingface.windows import Windows
-from raysgd.train.points import Points
+from raysgd.train.in_place.generators import generator_states, set_generators
+from raysgd.train.in_place.points import Points
 from raysgd.train.replica import STOP_SIGNAL
 from raysgd.train.session_functions import current
 

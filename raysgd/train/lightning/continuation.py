@@ -16,7 +16,7 @@ from raysgd.errors import ConfigError
 from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.foreign import loader_with
 from raysgd.train.elastic_state import ByReference, elastic
-from raysgd.train.generators import generator_states, set_generators
+from raysgd.train.in_place.generators import generator_states, set_generators
 from raysgd.train.lightning.foreign import FitState, Logs, refused, replace_files
 from raysgd.train.lightning.package import imported
 from raysgd.train.session_functions import Session

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from raysgd.errors import ConfigError
+from raysgd.train.in_place.points import Points
 from raysgd.train.lightning.package import imported
-from raysgd.train.points import Points
 from raysgd.workers.serialization import pickler_class
 
 logger = logging.getLogger("raysgd")

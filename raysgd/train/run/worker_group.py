@@ -10,7 +10,6 @@ from typing import Any
 
 from raysgd.config import ElasticConfig, Limits, WorkerResources, at_least
 from raysgd.core.decisions.policy import PLANNED
-from raysgd.core.lazy import REFUSED, lazy_names
 from raysgd.core.protocols import Call, SingleWorkerBackend
 from raysgd.engine.call import Job
 from raysgd.engine.engine import Engine
@@ -26,7 +25,6 @@ from raysgd.workers.serialization import dumps, pack, pickler_class
 
 PATIENCE_S = 5.0
 JOIN_S = 60.0
-__getattr__ = lazy_names("raysgd.train.worker_group", {"Worker": REFUSED, "WorkerMetadata": REFUSED})[0]
 
 
 def limits_for(*, collective_s: float = HANG_S, hang_s: float = HANG_S) -> Limits:

@@ -21,9 +21,9 @@ from raysgd.environment import flag_from_environment
 from raysgd.errors import ranked
 from raysgd.train.backends import Backend
 from raysgd.train.checkpoint import Checkpoint, is_directory
-from raysgd.train.checkpoint_manager import POLL_S, BackgroundWriter, CheckpointManager
 from raysgd.train.errors import ReportMismatchError
-from raysgd.train.job import FunctionJob
+from raysgd.train.run.checkpoint_manager import POLL_S, BackgroundWriter, CheckpointManager
+from raysgd.train.run.job import FunctionJob
 from raysgd.train.session_functions import Attempt
 from raysgd.workers.serialization import pickler_class
 

@@ -35,17 +35,17 @@ from raysgd.engine.call_lock import CallLock
 from raysgd.engine.engine import Engine
 from raysgd.errors import TrainingFailedError, counted
 from raysgd.train.backends import backend_of
-from raysgd.train.checkpoint_manager import CheckpointManager, RunCheckpoints
 from raysgd.train.errors import (
     InactiveWorkerGroupError,
     TrainBackendError,
     TrainingRunningError,
     TrainingWorkerError,
 )
-from raysgd.train.job import FunctionJob, FunctionWorkers, check_function, function_name
 from raysgd.train.replica import FunctionReplica
-from raysgd.train.rounds import FunctionRun, RoundResult
-from raysgd.train.worker_group import StartedWorkers, WorkerGroup, limits_for, make_factory
+from raysgd.train.run.checkpoint_manager import CheckpointManager, RunCheckpoints
+from raysgd.train.run.job import FunctionJob, FunctionWorkers, check_function, function_name
+from raysgd.train.run.rounds import FunctionRun, RoundResult
+from raysgd.train.run.worker_group import StartedWorkers, WorkerGroup, limits_for, make_factory
 from raysgd.workers.cluster.connecting import ensure_cluster
 from raysgd.workers.cluster.nodes import driver_address
 from raysgd.workers.ray_group import RayGroup

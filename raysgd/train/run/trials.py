@@ -29,9 +29,9 @@ from ray.tune.trainable import wrap_function
 from raysgd.storage import locations
 from raysgd.train import in_trial
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.checkpoint_manager import CheckpointManager
-from raysgd.train.driver import FunctionDriver, TrainingIterator
-from raysgd.train.job import FunctionJob, FunctionWorkers, function_name
+from raysgd.train.run.checkpoint_manager import CheckpointManager
+from raysgd.train.run.driver import FunctionDriver, TrainingIterator
+from raysgd.train.run.job import FunctionJob, FunctionWorkers, function_name
 from raysgd.workers.cluster import foreign
 from raysgd.workers.serialization import pickler_class
 

@@ -10,11 +10,11 @@ from typing import Any
 from raysgd.config import ElasticConfig
 from raysgd.storage.locations import Place, place
 from raysgd.train.backends import BackendConfig
-from raysgd.train.driver import FunctionDriver
-from raysgd.train.job import FunctionJob, FunctionWorkers
+from raysgd.train.run.driver import FunctionDriver
+from raysgd.train.run.job import FunctionJob, FunctionWorkers
+from raysgd.train.run.worker_group import check_resources
 from raysgd.train.session_functions import TrainingResultType
 from raysgd.train.settings import DEFAULT_ELASTIC, CheckpointConfig, check_strategy
-from raysgd.train.worker_group import check_resources
 
 
 class BackendExecutor(FunctionDriver):

@@ -11,36 +11,24 @@ from typing import Any
 from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig
 from raysgd.core.decisions.policy import Recovery
-from raysgd.core.lazy import REFUSED, lazy_names
 from raysgd.errors import counted
 from raysgd.ray_data.datasets import is_dataset
 from raysgd.storage.locations import Place, copy_logs, names, place
 from raysgd.storage.log_folders import create_folder
 from raysgd.storage.remote import Uri
 from raysgd.train import in_trial
-from raysgd.train.backends import get_backend_config_cls, parse_backend
+from raysgd.train.backends import parse_backend
 from raysgd.train.callbacks import make_callback_list
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.checkpoint_manager import CheckpointManager, RunCheckpoints
-from raysgd.train.driver import FunctionDriver, TrainingIterator
 from raysgd.train.errors import TrainBackendError
-from raysgd.train.job import FunctionJob, FunctionWorkers, check_function
+from raysgd.train.run.checkpoint_manager import CheckpointManager, RunCheckpoints
+from raysgd.train.run.driver import FunctionDriver, TrainingIterator
+from raysgd.train.run.job import FunctionJob, FunctionWorkers, check_function
+from raysgd.train.run.splits import make_splits
+from raysgd.train.run.worker_group import WorkerGroup
 from raysgd.train.settings import CheckpointConfig, ScalingConfig, without_rays_own
-from raysgd.train.splits import make_splits
-from raysgd.train.worker_group import WorkerGroup
 from raysgd.trainer.arguments import check_hook
 from raysgd.workers.tracebacks import folding
-
-__all__ = ["Trainer", "get_backend_config_cls", "in_order"]
-
-__getattr__ = lazy_names(
-    "raysgd.train.trainer",
-    {
-        "BaseTrainer": "raysgd.train.fit.trainer:DataParallelTrainer",
-        "BACKEND_NAME_TO_CONFIG_CLS_NAME": "raysgd.compat.without_effect",
-        "TrainWorkerGroup": REFUSED,
-    },
-)[0]
 
 
 @without_rays_own
@@ -194,7 +182,7 @@ class Trainer(RunCheckpoints):
         self._runs, self._newest = self._runs + 1, folder
         self.create_run_dir()
         if in_trial.is_trial():
-            from raysgd.train.trials import TrialReports
+            from raysgd.train.run.trials import TrialReports
 
             self._to_tune = TrialReports(manager)
 
@@ -218,7 +206,7 @@ class Trainer(RunCheckpoints):
         check_function(train_func, None)
         workers = self._executor.workers
         shards = make_splits(dataset, cpus_per_worker=workers.resources.cpus)
-        from raysgd.train.trials import make_function_trainable
+        from raysgd.train.run.trials import make_function_trainable
 
         return make_function_trainable(workers, FunctionJob(function=train_func, shards=shards))
 

@@ -15,9 +15,9 @@ from raysgd.storage.locations import place
 from raysgd.storage.remote import Uri
 from raysgd.train.backends import BackendConfig
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.checkpoint_manager import CheckpointManager
+from raysgd.train.run.checkpoint_manager import CheckpointManager
+from raysgd.train.run.splits import DatasetSplits
 from raysgd.train.settings import DEFAULT_ELASTIC, CheckpointConfig, check_failure_limit, check_strategy
-from raysgd.train.splits import DatasetSplits
 from raysgd.workers.serialization import pickler_class
 
 BEFORE_FIRST = -1  # fit() and trials count checkpoints from 0

@@ -1,0 +1,2 @@
+"""A run of a training function on elastic workers, and its doors: `Trainer`, `BackendExecutor`,
+Tune's trials. Driver."""
