@@ -32,7 +32,7 @@ from raysgd.replica.loading import take_over
 from raysgd.replica.replica_base import ReplicaBase
 from raysgd.replica.settings import OperatorReplicaFactory
 from raysgd.train.replica import STOP_SIGNAL, FunctionReplica
-from raysgd.train.session_functions import Attempt, Codec
+from raysgd.train.sessions import Attempt, Codec
 
 __all__ = [
     "FunctionRank",

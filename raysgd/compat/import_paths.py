@@ -19,7 +19,8 @@ ERRORS = "InactiveWorkerGroupError TrainBackendError TrainingWorkerError"
 CONFIGS = "Checkpoint CheckpointConfig FailureConfig Result RunConfig ScalingConfig"
 SESSION = {
     "raysgd.train.session_functions": "get_checkpoint get_context get_dataset_shard load_checkpoint local_rank save_checkpoint world_rank "
-    "world_size TrainingResultType",
+    "world_size",
+    "raysgd.train.run.executor": "TrainingResultType",
     "raysgd.compat.session": "get_experiment_name get_local_rank get_local_world_size get_metadata get_node_rank get_trial_dir "
     "get_trial_id get_trial_name get_trial_resources get_world_rank get_world_size report",
 }

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pickle
 import shutil
 import tempfile
 import weakref
+import zipfile
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from raysgd.core.lazy import load
@@ -19,11 +23,12 @@ from raysgd.storage import checksums, folders, locations, remote
 from raysgd.storage.locations import Place
 from raysgd.storage.masking import mask
 from raysgd.storage.remote import Uri
-from raysgd.train import dictionaries
 
 METADATA_FILE = ".metadata.json"
 METADATA_KEY = "_metadata"
 DICT_FILE = ".raysgd-dictionary.pt"
+PICKLED = "dictionary.pkl"  # the member of a zip archive without torch, which has a checksum
+RAY_TRAIN = b"\x80"  # how the files of Ray Train 1.x begin
 
 
 class Checkpoint:
@@ -100,10 +105,10 @@ class Checkpoint:
         """Pack the checkpoint into bytes: a dictionary, which the class `pickler` pickles, or a tar
         archive of the files."""
         if self._data is not None:
-            return dictionaries.dump(self._data, pickler)
+            return dump_dictionary(self._data, pickler)
         if not self._is_folder():
             data, where = locations.read(self._stored()), self._stored()
-            return data if _is_whole(data, where) else dictionaries.dump(self.to_dict(), pickler)
+            return data if _is_whole(data, where) else dump_dictionary(self.to_dict(), pickler)
         with self._folder() as folder:
             return folders.pack(folder, self._added)
 
@@ -294,13 +299,62 @@ def _remove(folder: str, process: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+# -- dictionaries as bytes ----------------------------------------------------------------------------
+
+
+class _NeedsTrustError(CheckpointError):
+    """The bytes hold something that only code in them can make."""
+
+
+def dump_dictionary(data: dict[str, Any], pickler: Any) -> bytes:
+    """Store a dictionary as bytes, with their checksums: with `torch.save`, or pickled if torch is
+    not installed. `pickler` is a class that pickles."""
+    buffer = io.BytesIO()
+    if find_spec("torch") is None:
+        pickler(content := io.BytesIO()).dump(data)
+        with zipfile.ZipFile(buffer, "w") as archive:
+            archive.writestr(zipfile.ZipInfo(PICKLED), content.getbuffer())
+        return buffer.getvalue()
+    import torch
+
+    chosen = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        torch.save(data, buffer, pickle_module=SimpleNamespace(Pickler=pickler, __name__="pickle"))
+    finally:
+        torch.serialization.set_crc32_options(chosen)
+    return buffer.getvalue()
+
+
+def _load(data: Any, *, trusted: bool) -> Any:
+    """Load what `dump_dictionary` or Ray Train 1.x stored. Raise CheckpointError if the bytes are
+    damaged, `_NeedsTrustError` if they are not `trusted` and would run code, and any error for what
+    is neither."""
+    if bytes(data[:1]) == RAY_TRAIN:
+        if not trusted:
+            raise _NeedsTrustError("a pickle, as Ray Train 1.x stores dictionaries")
+        return pickle.loads(data)
+    checksums.verify(data)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        pickled = archive.read(PICKLED) if PICKLED in archive.namelist() else None
+    if pickled is not None:
+        if not trusted:
+            raise _NeedsTrustError("a pickle, as raysgd stores dictionaries where torch is not installed")
+        return pickle.loads(pickled)
+    import torch
+
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
+    except pickle.UnpicklingError as error:  # the file is not damaged
+        if trusted:
+            raise
+        names = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+        raise _NeedsTrustError(f"objects other than plain values and tensors ({names or error})") from error
+
+
 def is_directory(data: bytes | memoryview) -> bool:
     """Whether these are the bytes of a folder (a tar archive), not of a dictionary."""
-    return (
-        bytes(data[257:262]) == b"ustar"
-        and bytes(data[:2]) != checksums.ZIP
-        and bytes(data[:1]) != dictionaries.RAY_TRAIN
-    )
+    return bytes(data[257:262]) == b"ustar" and bytes(data[:2]) != checksums.ZIP and bytes(data[:1]) != RAY_TRAIN
 
 
 def _is_whole(data: bytes, where: Any) -> bool:
@@ -314,8 +368,8 @@ def _is_whole(data: bytes, where: Any) -> bool:
 def _read(data: bytes | memoryview, where: str, trusted: bool) -> dict[str, Any]:
     """Read the dictionary that was stored, by us or by Ray Train 1.x, which pickled it."""
     try:
-        content = dictionaries.load(data, trusted=trusted)
-    except dictionaries.NeedsTrustError as error:
+        content = _load(data, trusted=trusted)
+    except _NeedsTrustError as error:
         raise CheckpointError(
             f"{where}: it holds {error}, and reading that can run code from the file, which plain values and tensors do not. "
             "If you trust the file, use Checkpoint(path, trusted=True)"
@@ -329,7 +383,7 @@ def _read(data: bytes | memoryview, where: str, trusted: bool) -> dict[str, Any]
         raise CheckpointError(
             f"{where}: the checkpoint of a training function is a dictionary, found a {type(content).__name__}"
         )
-    if bytes(data[:1]) == dictionaries.RAY_TRAIN:
+    if bytes(data[:1]) == RAY_TRAIN:
         locations.warn_without_checksums(where)
     return content
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from raysgd.core.tree import leaves, mapped
 from raysgd.errors import ConfigError
-from raysgd.train.session_functions import OutsideSession, Session, current
+from raysgd.train.sessions import OutsideSession, Session, current
 
 logger = logging.getLogger("raysgd")
 

@@ -27,7 +27,7 @@ from raysgd.torch.data.sampling import batches_per_epoch, is_planned
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import loader_with
 from raysgd.torch.registered import move
-from raysgd.train.session_functions import Session
+from raysgd.train.sessions import Session
 
 END = object()  # after the batches of a pass
 LACKS = (

@@ -25,7 +25,7 @@ from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.train.elastic_state import Commit, Kept
-from raysgd.train.session_functions import Attempt, Codec, Session, Stopped, running
+from raysgd.train.sessions import Attempt, Codec, Session, Stopped, running
 
 logger = logging.getLogger("raysgd")
 

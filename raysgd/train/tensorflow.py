@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from raysgd.core.lazy import REFUSED, lazy_names
 from raysgd.train.backends import TensorflowConfig
-from raysgd.train.session_functions import current
+from raysgd.train.sessions import current
 
 __all__ = ["TensorflowConfig", "prepare_dataset_shard"]
 

@@ -36,7 +36,7 @@ from raysgd.torch.step.precision import Bf16, Fp16, Precision, make_precision
 from raysgd.torch.step.profiling import TraceKeeper
 from raysgd.train.backends import TorchConfig
 from raysgd.train.loaders import ElasticLoader, PreparedLoader, distribute
-from raysgd.train.session_functions import current
+from raysgd.train.sessions import current
 
 __all__ = [
     "ElasticLoader",

@@ -12,7 +12,7 @@ from raysgd.train.backends import Backend
 from raysgd.train.run.checkpoint_manager import CheckpointManager
 from raysgd.train.run.executor import BackendExecutor
 from raysgd.train.run.rounds import FunctionRun, OpenRound, Round, RoundResult
-from raysgd.train.session_functions import Attempt, Session
+from raysgd.train.sessions import Attempt, Session
 from tests.simulation.functions import function_plan_for, run_function
 
 __all__ = ["MUTANTS", "seeds_needed"]

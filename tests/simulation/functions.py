@@ -25,7 +25,7 @@ from raysgd.core.decisions.policy import PLANNED, Recovery
 from raysgd.engine.engine import Engine
 from raysgd.errors import ResourceError, WorkerStartError
 from raysgd.torch.group import function_backend as torch_function
-from raysgd.train import Checkpoint, CheckpointConfig, TrainingWorkerError, replica, session_functions
+from raysgd.train import Checkpoint, CheckpointConfig, TrainingWorkerError, replica, sessions
 from raysgd.train.backends import Backend, BackendConfig
 from raysgd.train.run import driver, rounds, worker_group
 from raysgd.train.run.checkpoint_manager import CheckpointManager
@@ -389,7 +389,7 @@ class FunctionScript:
             pthread_kill=lambda main, signum: main.signal(signum),
         )
         patch.setattr(replica, "signal", signals)
-        patch.setattr(session_functions, "_running", _Sessions(self._main))
+        patch.setattr(sessions, "_running", _Sessions(self._main))
 
         def share(make: Callable[[], bytes], giver: int, control: Any) -> Any:
             return self._main().worker.share(make, giver)

@@ -18,7 +18,8 @@ import numpy
 import pytest
 
 from raysgd.errors import CheckpointError, ConfigError
-from raysgd.train import Checkpoint, dictionaries
+from raysgd.train import Checkpoint
+from raysgd.train import checkpoint as checkpoints
 from raysgd.train.run.job import pack_checkpoint
 from raysgd.workers.serialization import pickler_class
 from tests import storing
@@ -190,7 +191,7 @@ def test_plain_values_need_no_trust(tmp_path: Path) -> None:
 
 def test_a_dictionary_without_torch_needs_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(dictionaries, "find_spec", lambda name: None)
+        patch.setattr(checkpoints, "find_spec", lambda name: None)
         path = Checkpoint.from_dict({"epoch": 3, "own": Custom()}).to_uri(tmp_path / "saved")
     with pytest.raises(CheckpointError, match=r"saved: it holds a pickle, as raysgd stores.*trusted=True"):
         Checkpoint(path).to_dict()
@@ -236,7 +237,7 @@ BOMBS: dict[str, Callable[[Touches], bytes]] = {
     "a pickle": lambda bomb: pickle.dumps({"epoch": 1, "bomb": bomb}),
     "in protocol 0": lambda bomb: pickle.dumps({"epoch": 1, "bomb": bomb}, protocol=0),
     "alone": pickle.dumps,
-    "without torch": lambda bomb: zipped({dictionaries.PICKLED: pickle.dumps({"epoch": 1, "bomb": bomb})}),
+    "without torch": lambda bomb: zipped({checkpoints.PICKLED: pickle.dumps({"epoch": 1, "bomb": bomb})}),
 }
 
 
@@ -268,7 +269,7 @@ FOREIGN = {
     "empty": b"",
     "a zip file": b"PK\x03\x04" + b"0" * 100,
     "an incomplete dictionary": STORED[:-200],
-    "a list": dictionaries.dump([1, 2], pickle.Pickler),  # type: ignore[arg-type]
+    "a list": checkpoints.dump_dictionary([1, 2], pickle.Pickler),  # type: ignore[arg-type]
 }
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from raysgd import train
-from raysgd.train import elastic_state, replica, session_functions
-from raysgd.train.session_functions import Stopped
+from raysgd.train import elastic_state, replica, sessions
+from raysgd.train.sessions import Stopped
 from tests.replicas import FunctionRank, Interrupted
 
-FILES = {str(module.__file__) for module in (elastic_state, replica, session_functions)}
+FILES = {str(module.__file__) for module in (elastic_state, replica, sessions)}
 
 
 class Part:

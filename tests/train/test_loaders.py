@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from raysgd import ConfigError, train
 from raysgd.train.run.checkpoint_manager import CheckpointManager
-from raysgd.train.session_functions import Stopped
+from raysgd.train.sessions import Stopped
 from tests.replicas import FunctionRank
 
 DATA = TensorDataset(torch.arange(24))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import CheckpointError, train
 from raysgd.errors import ConfigError
 from raysgd.train.elastic_state import ByReference
-from raysgd.train.session_functions import OutsideSession
+from raysgd.train.sessions import OutsideSession
 from tests.replicas import FunctionRank, Interrupted
 
 

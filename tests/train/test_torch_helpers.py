@@ -32,7 +32,7 @@ from torch.utils.data import (
 from raysgd import ConfigError, train
 from raysgd.torch.step.precision import Fp16
 from raysgd.train import Trainer, in_trial, loaders
-from raysgd.train.session_functions import OutsideSession, current
+from raysgd.train.sessions import OutsideSession, current
 from tests.replicas import FunctionRank, in_function
 
 DATA = TensorDataset(torch.arange(10.0).unsqueeze(1))

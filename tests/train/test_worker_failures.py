@@ -11,7 +11,7 @@ import pytest
 
 from raysgd import ElasticConfig, train
 from raysgd.train import Checkpoint, Trainer
-from raysgd.train.session_functions import current as session
+from raysgd.train.sessions import current as session
 from tests.faults import once
 
 pytestmark = pytest.mark.elastic

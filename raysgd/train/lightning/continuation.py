@@ -19,7 +19,7 @@ from raysgd.train.elastic_state import ByReference, elastic
 from raysgd.train.in_place.generators import generator_states, set_generators
 from raysgd.train.lightning.foreign import FitState, Logs, refused, replace_files
 from raysgd.train.lightning.package import imported
-from raysgd.train.session_functions import Session
+from raysgd.train.sessions import Session
 
 COMMIT = "raysgd's last commit"  # Lightning shows it as the path of a checkpoint
 REFUSED = {  # callbacks, each with the reason and what to do instead

@@ -12,7 +12,8 @@ import torch
 from raysgd.errors import ConfigError
 from raysgd.train.lightning.continuation import Continuation
 from raysgd.train.lightning.package import imported
-from raysgd.train.session_functions import current, get_context
+from raysgd.train.session_functions import get_context
+from raysgd.train.sessions import current
 from raysgd.train.torch import get_device
 
 logger = logging.getLogger("raysgd")

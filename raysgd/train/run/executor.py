@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,14 @@ from raysgd.train.backends import BackendConfig
 from raysgd.train.run.driver import FunctionDriver
 from raysgd.train.run.job import FunctionJob, FunctionWorkers
 from raysgd.train.run.worker_group import check_resources
-from raysgd.train.session_functions import TrainingResultType
 from raysgd.train.settings import DEFAULT_ELASTIC, CheckpointConfig, check_strategy
+
+
+class TrainingResultType(Enum):
+    """The kinds of results of Ray Train 1.x."""
+
+    REPORT = "report"
+    CHECKPOINT = "checkpoint"
 
 
 class BackendExecutor(FunctionDriver):

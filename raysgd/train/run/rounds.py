@@ -24,7 +24,7 @@ from raysgd.train.checkpoint import Checkpoint, is_directory
 from raysgd.train.errors import ReportMismatchError
 from raysgd.train.run.checkpoint_manager import POLL_S, BackgroundWriter, CheckpointManager
 from raysgd.train.run.job import FunctionJob
-from raysgd.train.session_functions import Attempt
+from raysgd.train.sessions import Attempt
 from raysgd.workers.serialization import pickler_class
 
 logger = logging.getLogger("raysgd")

@@ -18,7 +18,7 @@ from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.train.backends import Backend, BackendConfig
 from raysgd.train.errors import InactiveWorkerGroupError, TrainingWorkerError
 from raysgd.train.replica import FunctionReplica
-from raysgd.train.session_functions import Codec
+from raysgd.train.sessions import Codec
 from raysgd.train.settings import HANG_S
 from raysgd.workers.ray_group import RayGroup
 from raysgd.workers.serialization import dumps, pack, pickler_class

@@ -16,7 +16,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from raysgd import train
 from raysgd.train import Checkpoint
-from raysgd.train.huggingface.elastic import Attributes, Continuation, PartSampler, ignores_items
+from raysgd.train.huggingface.attributes import Attributes
+from raysgd.train.huggingface.continuation import Continuation
+from raysgd.train.huggingface.elastic import ignores_items
+from raysgd.train.huggingface.sampler import PartSampler
 from raysgd.train.huggingface.transformers import Elastic, RayTrainReportCallback, prepare_trainer
 from raysgd.train.huggingface.windows import Windows
 from tests.replicas import FunctionRank, Interrupted
@@ -719,7 +722,7 @@ def test_what_has_not_changed_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> 
         raise AssertionError("something was copied")
 
     with monkeypatch.context() as patch:
-        patch.setattr("raysgd.train.huggingface.elastic.copied", refuse)
+        patch.setattr("raysgd.train.huggingface.attributes.copied", refuse)
         patch.setattr("copy.deepcopy", refuse)
         assert watched.changed() == {"Holds": {}}
     owner.teacher.weight.data.mul_(0.5)

@@ -19,7 +19,7 @@ from raysgd.core.control import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.elastic_state import Commit
-from raysgd.train.session_functions import Attempt, Codec, Session, Stopped, running
+from raysgd.train.sessions import Attempt, Codec, Session, Stopped, running
 from tests.train.lightning.fits import assert_equal, fit
 
 pytestmark = pytest.mark.usefixtures("group")

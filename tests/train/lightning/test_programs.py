@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("lightning")
 
 from raysgd.train.elastic_state import Commit
-from raysgd.train.session_functions import Stopped, running
+from raysgd.train.sessions import Stopped, running
 from tests.tiers import NIGHTLY
 from tests.train.lightning.programs import drawn, fit
 from tests.train.lightning.test_continuation import Recording

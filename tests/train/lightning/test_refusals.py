@@ -26,7 +26,7 @@ from raysgd.train.lightning import (
     RayLightningEnvironment,
     prepare_trainer,
 )
-from raysgd.train.session_functions import OutsideSession, running
+from raysgd.train.sessions import OutsideSession, running
 from tests.train.lightning.fits import QUIET, Points, Recorded
 
 pytestmark = pytest.mark.usefixtures("group")
