@@ -23,9 +23,9 @@ class ReadAhead(Generic[T]):
         threading.Thread(target=_read, args=given, name=name, daemon=True).start()
         weakref.finalize(self, self._stopped.set)
 
-    def next(self, timeout: float | None = None) -> T | None:
-        """Take the next item, None at the end. Raise the iterator's error, or `queue.Empty`."""
-        found = self._ready.get(timeout=timeout)
+    def next(self) -> T | None:
+        """Take the next item, None at the end, or raise the iterator's error."""
+        found = self._ready.get()
         if isinstance(found, BaseException):
             raise found
         return found  # type: ignore[no-any-return]

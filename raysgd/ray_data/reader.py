@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import queue
 import threading
 import time
 from collections import deque
@@ -17,18 +15,10 @@ from raysgd.core.read_ahead import ReadAhead
 from raysgd.errors import ResourceError
 from raysgd.ray_data.dealer import Dealer, PartRequest, RankRows
 
-logger = logging.getLogger("raysgd")
-
 DEALER = "raysgd-dealer"
 AHEAD = 2
 LOOK_S = 0.05
 START_S = 120.0
-WARN_S = 10.0
-WAITS = (
-    "rank %d has been waiting for data for %.0f s. Each task that reads the data needs a CPU. If the cluster has none free (`ray status`), "
-    "use fewer workers or smaller ones (resources_per_worker={'CPU': 0.5}), add nodes, or start Ray with more: ray.init(num_cpus=...). "
-    "Otherwise, see Ray Data's log"
-)
 Batch = tuple[dict[str, Any], int, bool]  # columns, the row after the step, and whether the rows are new
 
 
@@ -48,7 +38,7 @@ class RowReader:
         begun: deque[int] = deque([start], maxlen=keep + 1)
         ahead = ReadAhead(self._fetched(request, begun), ahead=AHEAD, name="raysgd-rows")
         try:
-            while (found := _next(ahead, rank_info.world_rank)) is not None:
+            while (found := ahead.next()) is not None:
                 begun.append(found[1])
                 if found[0]:
                     yield found
@@ -60,18 +50,6 @@ class RowReader:
         while (dealt := self._take(request)) is not None:
             yield _columns(dealt), dealt.after, dealt.fresh
             request = replace(request, start=dealt.after, floor=begun[0])
-
-
-def _next(ahead: ReadAhead[Batch], rank: int) -> Batch | None:
-    began, warned = time.monotonic(), False
-    while True:
-        try:
-            return ahead.next(timeout=1.0)
-        except queue.Empty:
-            waited = time.monotonic() - began
-            if waited > WARN_S and not warned:
-                warned = True
-                logger.warning(WAITS, rank, waited)
 
 
 def _columns(dealt: RankRows) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 from typing import Any
@@ -16,7 +15,6 @@ from raysgd.train.session_functions import get_context
 from raysgd.train.sessions import current
 from raysgd.train.torch import get_device
 
-logger = logging.getLogger("raysgd")
 strategies: Any = imported(".strategies")
 
 
@@ -164,10 +162,4 @@ def prepare_trainer(trainer: Any, *, elastic: bool = True, commit_every: int = 1
         raise ConfigError(f"prepare_trainer needs a Trainer with plugins=[RayLightningEnvironment()], got {found}")
     if elastic and isinstance(strategy, RayDDPStrategy):
         strategy.continuation = Continuation(trainer, current("lightning.prepare_trainer"), commit_every)
-    elif elastic and strategy.global_rank == 0:
-        logger.warning(
-            "%s does not continue in place, because no rank has all weights: a worker failure starts the function "
-            "again, from the checkpoint that it loads. RayDDPStrategy continues with the next batch",
-            type(strategy).__name__,
-        )
     return trainer

@@ -22,7 +22,6 @@ from torchmetrics.classification import BinaryAUROC
 from raysgd import ConfigError
 from raysgd.train.lightning import (
     RayDDPStrategy,
-    RayFSDPStrategy,
     RayLightningEnvironment,
     prepare_trainer,
 )
@@ -199,12 +198,3 @@ def test_what_is_not_prepared_for_workers() -> None:
         prepare_trainer(pl.Trainer(accelerator="cpu", devices=1, **QUIET))
     with pytest.raises(ConfigError, match="RayLightningEnvironment"):
         prepare_trainer(trainer_of(plugins=[]))
-
-
-def test_fsdp_says_that_it_does_not_continue_in_place(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = trainer_of(accelerator="cpu")
-    trainer.strategy.__class__ = type("RayFSDPStrategy", (RayFSDPStrategy,), {})
-    prepare_trainer(trainer, elastic=False)
-    assert "in place" not in caplog.text
-    prepare_trainer(trainer)
-    assert "RayFSDPStrategy does not continue in place, because no rank has all weights" in caplog.text
