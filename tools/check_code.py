@@ -30,7 +30,7 @@ LAYERS = {
     "4": "trainer torch/trainer torch/setup torch/group/strategies torch/state/sharded tf/trainer train/run train/fit tune "
     "horovod/strategy",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__ "
-    "train/torch train/tensorflow train/horovod train/lightning",
+    "train/torch train/tensorflow train/lightning",
     "5b": "operators cli compat demo",
 }
 LAYER_OF = {unit: layer for layer, units in LAYERS.items() for unit in units.split()}

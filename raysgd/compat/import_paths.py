@@ -88,6 +88,7 @@ MODULES: dict[str, dict[str, str]] = {
         **SESSION,
         REFUSED: "Session TrainingResult get_session init_session shutdown_session",
     },
+    "raysgd.train.horovod": {"raysgd.train": "HorovodConfig HorovodTrainer"},
     "raysgd.train.trainer": {
         "raysgd.train": "BaseTrainer Trainer TrainingIterator",
         "raysgd.train.backends": "get_backend_config_cls",
@@ -111,7 +112,7 @@ MODULES: dict[str, dict[str, str]] = {
         "raysgd.train": "BaseTrainer=DataParallelTrainer",
     },
     "raysgd.train.horovod.config": {"raysgd.train": "HorovodConfig"},
-    "raysgd.train.horovod.horovod_trainer": {"raysgd.train.horovod": "HorovodTrainer"},
+    "raysgd.train.horovod.horovod_trainer": {"raysgd.train": "HorovodTrainer"},
     "raysgd.train.tensorflow.config": {"raysgd.train": "TensorflowConfig"},
     "raysgd.train.tensorflow.tensorflow_trainer": {"raysgd.train.tensorflow": "TensorflowTrainer"},
     "raysgd.train.torch.config": {"raysgd.train": "TorchConfig"},
