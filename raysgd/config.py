@@ -46,8 +46,8 @@ def object_of(kind: type[T], name: str, value: Any) -> T | None:
     others."""
     if value is None or isinstance(value, kind):
         return value
-    own = kind.__name__
-    raise ConfigError(f"{name} must be a raysgd.{own}, got {shown(value)}: pass an object, {own}(...)")
+    kind_name = kind.__name__
+    raise ConfigError(f"{name} must be a raysgd.{kind_name}, got {shown(value)}: pass an object, {kind_name}(...)")
 
 
 def check_flags(**flags: Any) -> None:
@@ -64,9 +64,9 @@ Exclusions = Sequence[tuple[Mapping[str, Callable[[Any], bool] | Sequence[Any]],
 def refuse(excluded: Exclusions, settings: Mapping[str, Any]) -> None:
     """Raise ConfigError for the first settings that exclude each other."""
     for values, why in excluded:
-        given = {name: settings[name] for name in values}
-        if all(wrong(given[name]) if callable(wrong) else given[name] in wrong for name, wrong in values.items()):
-            named = " and ".join(f"{name}={value!r}" for name, value in given.items())
+        choices = {name: settings[name] for name in values}
+        if all(wrong(choices[name]) if callable(wrong) else choices[name] in wrong for name, wrong in values.items()):
+            named = " and ".join(f"{name}={value!r}" for name, value in choices.items())
             raise ConfigError(f"{named} cannot be combined: {why}")
 
 

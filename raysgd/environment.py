@@ -37,8 +37,8 @@ def control_ports() -> range | None:
     text = os.environ.get(CONTROL_PORT, "").strip()
     if not text:
         return None
-    found = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", text, re.ASCII)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found is not None else (0, 0)
+    match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", text, re.ASCII)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match is not None else (0, 0)
     if not FIRST_PORT <= first <= last <= LAST_PORT:
         raise ConfigError(
             f"the environment variable {CONTROL_PORT} is {text!r}; it must be a port or a range of ports from {FIRST_PORT} to "

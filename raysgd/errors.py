@@ -233,12 +233,12 @@ def suggesting_fields(kind: C, *, instead: Mapping[str, str] | None = None) -> C
     return kind
 
 
-def _explained(function: Any, signature: inspect.Signature, given: Iterable[str], error: TypeError) -> str:
+def _explained(function: Any, signature: inspect.Signature, names: Iterable[str], error: TypeError) -> str:
     name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
     kinds = {each.name: each.kind for each in signature.parameters.values() if each.name != "self"}
     known = [each for each, kind in kinds.items() if kind is not inspect.Parameter.VAR_KEYWORD]
     by_keyword = [each for each, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
-    for wrong in given:
+    for wrong in names:
         if wrong not in known:
             meant = close_to(wrong, known)
             hint = f"did you mean {meant!r}?" if meant else f"its arguments are {', '.join(known)}"

@@ -177,7 +177,7 @@ def use_the_memory_of_a_copy_that_is_not_sent_yet(patch: Patch) -> None:
 
     def copy(self: Any, layout: Any) -> Any:
         made = original(self, layout)
-        self._kept[:] = [made.room]
+        self._rooms[:] = [made.room]
         return made
 
     patch.setattr(HostMemory, "copy", copy)

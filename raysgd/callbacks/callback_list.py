@@ -115,11 +115,11 @@ class CallbackList:
         """Add to the history which callbacks have failed since the last call of this method, with
         the first error of each. Return what was added."""
         since, self._since = self._since, {}
-        found = {CALLBACK_ERRORS: [f"{name}: {error}" for name, error in since.items()]} if since else {}
+        errors = {CALLBACK_ERRORS: [f"{name}: {error}" for name, error in since.items()]} if since else {}
         for callback in self._all:
             if isinstance(callback, History):
-                callback.note(found)
-        return found
+                callback.note(errors)
+        return errors
 
     def raise_stop(self) -> None:
         stop, self._stop = self._stop, None
@@ -154,24 +154,24 @@ class CallbackList:
             logger.error("the callback %s raised an error; training continues", name, exc_info=without_ours)
 
 
-def check_callbacks(callbacks: Any, adapt: Callable[[Any], Any] = lambda given: given) -> list[Callback]:
+def check_callbacks(callbacks: Any, adapt: Callable[[Any], Any] = lambda each: each) -> list[Callback]:
     """Check a trainer's argument `callbacks`, and make it a list. `adapt` may convert objects that
     are not callbacks. Raise `ConfigError` for anything that is not a callback then."""
     if callbacks is None:
         return []
     if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):  # a History is a sequence too
         raise ConfigError(f"callbacks must be a list of raysgd.callbacks.Callback objects, got {callbacks!r}")
-    found = []
-    for given in callbacks:
-        if isinstance(given, type):
-            raise ConfigError(f"callbacks must be objects, got the class {given.__name__}: pass {given.__name__}()")
-        callback = adapt(given)
+    result = []
+    for each in callbacks:
+        if isinstance(each, type):
+            raise ConfigError(f"callbacks must be objects, got the class {each.__name__}: pass {each.__name__}()")
+        callback = adapt(each)
         if not isinstance(callback, Callback):
             raise ConfigError(
-                f"callbacks must be raysgd.callbacks.Callback objects (or TrainingCallback, as in v1), got {given!r}"
+                f"callbacks must be raysgd.callbacks.Callback objects (or TrainingCallback, as in v1), got {each!r}"
             )
-        found.append(callback)
-    return found
+        result.append(callback)
+    return result
 
 
 def wanted_on_workers(callbacks: Iterable[Callback]) -> list[Any]:

@@ -21,12 +21,12 @@ class CSVCallback(Writer):
 
     def __init__(self, folder: str | Path | None = None, *, log_every: int | None = None) -> None:
         super().__init__(log_every)
-        self._given = None if folder is None else Path(folder).expanduser()
-        self.folder = self._given
+        self._user_folder = None if folder is None else Path(folder).expanduser()
+        self.folder = self._user_folder
         self._headers: dict[Path, list[str]] = {}
 
     def on_start(self, run: Run) -> None:
-        self.folder = self._given or run.folder
+        self.folder = self._user_folder or run.folder
         self._headers.clear()
 
     def on_result(self, result: CallResult) -> None:

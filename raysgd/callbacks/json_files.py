@@ -27,12 +27,12 @@ class JsonLinesCallback(Writer):
 
     def __init__(self, path: str | Path | None = None, *, log_every: int | None = None) -> None:
         super().__init__(log_every)
-        self._given = None if path is None else Path(path).expanduser()
-        self.path = self._given
+        self._user_path = None if path is None else Path(path).expanduser()
+        self.path = self._user_path
         self._is_whole = False
 
     def on_start(self, run: Run) -> None:
-        self.path = self._given or run.folder / "history.jsonl"
+        self.path = self._user_path or run.folder / "history.jsonl"
         self._is_whole = False
 
     def on_result(self, result: CallResult) -> None:
@@ -104,15 +104,15 @@ def _read_list(path: Path) -> list[Any]:
     """Read the list in a file, if there is one. Keep another file's content under a new name."""
     written = path.read_bytes() if path.is_file() else b""
     try:
-        found = for_json(json.loads(written or b"[]"))
+        content = for_json(json.loads(written or b"[]"))
     except ValueError:
-        found = None
-    if isinstance(found, list):
-        return found
-    kept = locations.move_aside(path)
+        content = None
+    if isinstance(content, list):
+        return content
+    new_path = locations.move_aside(path)
     logger.warning(
         "%s is not a list in JSON. It is kept as %s, and a new list begins. Take from there what you need",
         path,
-        kept,
+        new_path,
     )
     return []

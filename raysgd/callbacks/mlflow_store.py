@@ -69,7 +69,7 @@ class MLflowCallback(Writer):
         self._registry_uri, self._experiment_id, self._experiment_name = registry_uri, experiment_id, experiment_name
         self._tags, self._save_artifact = dict(tags or {}), save_artifact
         self._worker = check_rank(worker_to_log)
-        self._given = None if logdir is None else Path(logdir).expanduser()
+        self._user_folder = None if logdir is None else Path(logdir).expanduser()
         self._given_uri = tracking_uri
         self._folder = Path()
         self._client: Any = None
@@ -80,7 +80,7 @@ class MLflowCallback(Writer):
     def on_start(self, run: Run) -> None:
         self._client, self._recoveries, self._stored = None, [], 0
         tracking = import_extra("mlflow.tracking", user="MLflowCallback")
-        self._folder = self._given or run.folder
+        self._folder = self._user_folder or run.folder
         self.tracking_uri = self._given_uri or os.environ.get("MLFLOW_TRACKING_URI")
         if self.tracking_uri is None:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -29,8 +29,8 @@ class PrintCallback(Callback):
     def on_result(self, result: CallResult) -> None:
         at = f"epoch {result.epoch}" if result.epoch is not None else f"report {result.step}"
         workers = counted(result.world_size, "worker")
-        found = scalars(result.metrics)
-        chosen = own_metrics(found) if self._metrics is None else {n: found[n] for n in self._metrics if n in found}
+        values = scalars(result.metrics)
+        chosen = own_metrics(values) if self._metrics is None else {n: values[n] for n in self._metrics if n in values}
         self._print(f"{result.kind:<8}  {at}  {workers}  {result.seconds:.1f} s  {_shown(chosen)}".rstrip())
 
     def on_recovery(self, recovery: Recovery) -> None:

@@ -120,8 +120,8 @@ class ProgressBar(Callback):
     def _set_postfix(self, metrics: Mapping[str, Any], samples: float, epoch: int) -> None:
         parts: dict[str, str] = {"epoch": str(epoch)} if epoch else {}
         numbers = {name: value for name, value in metrics.items() if isinstance(value, float) and name not in COUNTS}
-        own = [name for name in numbers if not name.startswith("last_")]
-        for name in own[:SHOWN]:
+        names = [name for name in numbers if not name.startswith("last_")]
+        for name in names[:SHOWN]:
             parts[name] = f"{numbers.get(f'last_{name}', numbers[name]):.4g}"
         if samples:
             seconds = max(time.monotonic() - self._started, 1e-6)

@@ -197,17 +197,17 @@ def _recoveries(recoveries: Sequence[Recovery]) -> str:
 
 def _ranks(speed: Speed) -> str:
     """Show what each rank does in a batch."""
-    own = [each.data_seconds + each.compute_seconds for each in speed.ranks]
-    if not any(own):
+    times = [each.data_seconds + each.compute_seconds for each in speed.ranks]
+    if not any(times):
         return ""
-    usual, lines = statistics.median_low(own), []
-    for each, took in zip(speed.ranks, own, strict=True):
+    usual, lines = statistics.median_low(times), []
+    for each, took in zip(speed.ranks, times, strict=True):
         place = ", ".join([each.node, *(f"GPU {number}" for number in each.gpus)])
         seconds = [each.data_seconds, each.compute_seconds, each.wait_seconds]
         share = f"{took / usual:.2g}" if usual else ""
         cells = [_html(place), *("" if one is None else _number(1000 * one) for one in seconds)]
         lines.append([str(each.rank), *cells, f"<b>{share}: slow</b>" if took > SLOW * usual > 0 else share])
-    unknown = speed.ranks[0].wait_seconds is None and len(own) > 1
+    unknown = speed.ranks[0].wait_seconds is None and len(times) > 1
     text = f"""Milliseconds per batch: means over the newest batches of train() since the last change of the workers. The ratio is that
         of data and computing to the median of the ranks. A rank is slow if its ratio is above {SLOW:g}.
         {"Here, computing includes the wait for the other ranks. " if unknown else ""}{_html(speed.text)}"""

@@ -33,14 +33,14 @@ class TensorBoardCallback(Writer):
         self, logdir: str | Path | None = None, worker_to_log: int = 0, *, log_every: int | None = None
     ) -> None:
         super().__init__(log_every)
-        self._given = None if logdir is None else Path(logdir).expanduser()
+        self._user_folder = None if logdir is None else Path(logdir).expanduser()
         self._worker = check_rank(worker_to_log)
         self._events: _EventFile | None = None
-        self.folder = self._given
+        self.folder = self._user_folder
 
     def on_start(self, run: Run) -> None:
         self.on_end(False)
-        self.folder = self._given or run.folder
+        self.folder = self._user_folder or run.folder
         self._events = _EventFile(self.folder)
 
     def on_result(self, result: CallResult) -> None:

@@ -49,11 +49,11 @@ class TorchProfilerCallback(Callback):
     ) -> None:
         self._workers = check_ranks(workers_to_log)
         self.on_workers = ProfilerSettings(ranks=self._workers, **settings)
-        self._given = None if logdir is None else Path(logdir).expanduser()
-        self.folder: Path | None = self._given
+        self._user_folder = None if logdir is None else Path(logdir).expanduser()
+        self.folder: Path | None = self._user_folder
 
     def on_start(self, run: Run) -> None:
-        self.folder = self._given or run.folder / "pytorch_profiler"
+        self.folder = self._user_folder or run.folder / "pytorch_profiler"
 
     def on_result(self, result: CallResult) -> None:
         if self.folder is None:

@@ -47,13 +47,13 @@ class WandbCallback(Writer):
     ) -> None:
         super().__init__(log_every)
         self._project, self._name, self._mode, self._init = project, name, mode, dict(init or {})
-        self._given = None if dir is None else Path(dir).expanduser()
+        self._user_folder = None if dir is None else Path(dir).expanduser()
         self._worker = check_rank(worker_to_log)
         self.run: Any = None
 
     def on_start(self, run: Run) -> None:
         self.on_end(False)
-        folder = self._given or run.folder
+        folder = self._user_folder or run.folder
         folder.mkdir(parents=True, exist_ok=True)
         self.run = import_extra("wandb", user="WandbCallback").init(
             project=self._project or run.name or None,

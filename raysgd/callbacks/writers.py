@@ -63,19 +63,19 @@ def for_json(value: Any, *, strict: bool = True) -> Any:
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested dictionaries: `{"a": {"b": 1}}` becomes `{"a/b": 1}`."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}/")
+            result |= flat(value, f"{prefix}{key}/")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            result[f"{prefix}{key}"] = value
+    return result
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
     """Collect the numbers among the flattened values, NaN included."""
-    found = {key: plain(value) for key, value in flat(values).items()}
-    return {key: float(value) for key, value in found.items() if isinstance(value, (int, float))}
+    leaves = {key: plain(value) for key, value in flat(values).items()}
+    return {key: float(value) for key, value in leaves.items() if isinstance(value, (int, float))}
 
 
 def measured_names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -134,13 +134,13 @@ def check_rank(rank: int) -> int:
     return rank
 
 
-def check_ranks(given: int | Iterable[int] | None) -> tuple[int, ...] | None:
+def check_ranks(choice: int | Iterable[int] | None) -> tuple[int, ...] | None:
     """Check the ranks that a callback logs, None for all. Raise `ConfigError` for others."""
-    if given is None:
+    if choice is None:
         return None
-    ranks = (given,) if isinstance(given, int) else tuple(given)
+    ranks = (choice,) if isinstance(choice, int) else tuple(choice)
     if not ranks or not all(map(_is_rank, ranks)):
-        raise ConfigError(f"workers_to_log must be a rank, a list of ranks, or None for all ranks, got {given!r}")
+        raise ConfigError(f"workers_to_log must be a rank, a list of ranks, or None for all ranks, got {choice!r}")
     return ranks
 
 

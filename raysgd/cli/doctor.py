@@ -110,13 +110,13 @@ def start_on_nodes() -> dict[str, Any]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    found: dict[str, Any] = {}
+    actors: dict[str, Any] = {}
     for node in ask(ray.nodes):
         if node["Alive"]:
             name, place = node["NodeManagerAddress"], NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             actor: Any = ray.remote(Runner).options(num_cpus=0, scheduling_strategy=place)
-            found[name if name not in found else f"{name} ({node['NodeID'][:6]})"] = actor.remote()
-    return dict(sorted(found.items()))  # Ray lists them in another order each time
+            actors[name if name not in actors else f"{name} ({node['NodeID'][:6]})"] = actor.remote()
+    return dict(sorted(actors.items()))  # Ray lists them in another order each time
 
 
 def ask_nodes(
@@ -125,13 +125,13 @@ def ask_nodes(
     """Call a function on these nodes at once (None: this process). Return its values, or errors."""
     import ray
 
-    found: dict[str, Any] = {name: actor and actor.run.remote(function, *arguments) for name, actor in nodes.items()}
-    for name, answer in found.items():
+    answers: dict[str, Any] = {name: actor and actor.run.remote(function, *arguments) for name, actor in nodes.items()}
+    for name, answer in answers.items():
         try:
-            found[name] = ray.get(answer, timeout=limit_s) if answer is not None else function(*arguments)
+            answers[name] = ray.get(answer, timeout=limit_s) if answer is not None else function(*arguments)
         except Exception as error:  # the caller judges it; Ray wraps what a function raises
-            found[name] = RuntimeError(described(getattr(error, "cause", error)))
-    return found
+            answers[name] = RuntimeError(described(getattr(error, "cause", error)))
+    return answers
 
 
 def judge(machines: Mapping[str, Facts], requirements: Sequence[str]) -> Iterator[Finding]:
@@ -159,9 +159,9 @@ def judge(machines: Mapping[str, Facts], requirements: Sequence[str]) -> Iterato
             yield Finding("/dev/shm", text, todo)
         yield from judge_name(node, machine, [each for other, each in machines.items() if other != node])
     for name in ("Python", *COMPARED):
-        found = {node: each["versions"].get(name, "none") for node, each in machines.items()}
-        if len(set(found.values())) > 1:
-            text = ", ".join(f"{version} on {node}" for node, version in found.items())
+        versions = {node: each["versions"].get(name, "none") for node, each in machines.items()}
+        if len(set(versions.values())) > 1:
+            text = ", ".join(f"{version} on {node}" for node, version in versions.items())
             yield Finding("versions", f"{name} differs: {text}", f"Install the same {name} on all machines")
 
 
@@ -212,8 +212,8 @@ def examine(folders: Sequence[str] = ()) -> Iterator[Finding]:
         "trainers": ", ".join(f"{name} ({text})" for name, text in named.items()),
         "folder": f"{', '.join(folders)}: each node reads what the others write" if folders else "",
     }.items():
-        found = [each for each in problems if each.check == check]
-        yield from found or [Finding(check, text)] * bool(text)
+        findings = [each for each in problems if each.check == check]
+        yield from findings or [Finding(check, text)] * bool(text)
 
 
 def try_ports(machines: Mapping[str, Facts], nodes: Mapping[str, Any]) -> Iterator[Finding]:

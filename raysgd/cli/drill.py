@@ -62,11 +62,11 @@ def trainer_arguments(settings: Sequence[str]) -> dict[str, Any]:
     """Read the arguments of TorchTrainer that `NAME=VALUE` and `NAME.FIELD=VALUE` set."""
     from raysgd.torch import TrainingOptions
 
-    found: dict[str, Any] = {**TRAINER, "elastic": dict(ELASTIC)}
+    arguments: dict[str, Any] = {**TRAINER, "elastic": dict(ELASTIC)}
     for each in settings:
         name, equals, text = each.partition("=")
         *groups, last = name.split(".")
-        place: Any = found
+        place: Any = arguments
         for group in groups:
             place = place.setdefault(group, {}) if isinstance(place, dict) else None
         if not equals or not last or not isinstance(place, dict):
@@ -75,16 +75,16 @@ def trainer_arguments(settings: Sequence[str]) -> dict[str, Any]:
             place[last] = json.loads(Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text)
         except ValueError:
             place[last] = text
-    at_least("num_workers", found["num_workers"], 2, whole=True)
+    at_least("num_workers", arguments["num_workers"], 2, whole=True)
     for name, kind in (("elastic", ElasticConfig), ("options", TrainingOptions)):
-        if name in found:
-            found[name] = kind(**found[name])
-    if "fsdp" in (found.get("parallel"), getattr(found.get("options"), "parallel", None)):
+        if name in arguments:
+            arguments[name] = kind(**arguments[name])
+    if "fsdp" in (arguments.get("parallel"), getattr(arguments.get("options"), "parallel", None)):
         raise ConfigError(
             "the drill compares runs that continue in place, and a sharded model continues from its newest checkpoint: leave "
             "parallel=fsdp out. Your operator trains the same without it"
         )
-    return found
+    return arguments
 
 
 @dataclass
@@ -128,32 +128,32 @@ def train(
     from raysgd.torch import TorchTrainer
     from raysgd.torch.step.witness import watched
 
-    striker, found = Striker(), Trained()
+    striker, result = Striker(), Trained()
     with TorchTrainer(**{**arguments, "training_operator_cls": watched(operator), "callbacks": [striker]}) as trainer:
         trainer.resize(workers)
         for call in range(calls):
             before = len(trainer.recoveries)
             if struck and call < calls - 1:
                 striker.armed = SIGNALS[call % len(SIGNALS)]
-            found.samples.append(trainer.train(steps, max_retries=-1).get("num_samples", 0))
+            result.samples.append(trainer.train(steps, max_retries=-1).get("num_samples", 0))
             striker.strike()  # if the call was too short
             until = time.monotonic() + LEAVES_S
             while striker.hit in trainer.apply_all_workers(os.getpid) and time.monotonic() < until:
                 time.sleep(0.2)
             trainer.resize(workers)
-            found.unrest.append([each for each in trainer.recoveries[before:] if each.reason not in OF_THE_DRILL])
+            result.unrest.append([each for each in trainer.recoveries[before:] if each.reason not in OF_THE_DRILL])
         state = trainer.state_dict()
-        found.position = {name: state[name] for name in ("epoch", "global_step")}
+        result.position = {name: state[name] for name in ("epoch", "global_step")}
         for number, each in enumerate(state.get("schedulers") or ()):
-            found.position[f"last_epoch of scheduler {number}"] = each.get("last_epoch")
+            result.position[f"last_epoch of scheduler {number}"] = each.get("last_epoch")
         *models, witness = state["models"]
-        found.entered = witness["entered"]
+        result.entered = witness["entered"]
         for number, model in enumerate(models):
-            found.weights |= {f"{number}.{name}": value for name, value in model.items()}
-        found.counters = trainer.apply_all_operators(  # a lambda, so that workers need not import this module
+            result.weights |= {f"{number}.{name}": value for name, value in model.items()}
+        result.counters = trainer.apply_all_operators(  # a lambda, so that workers need not import this module
             lambda operator: {n: value for n, value in vars(operator).items() if type(value) is int and n[0] != "_"}
         )
-    return found
+    return result
 
 
 def distance(one: Trained, other: Trained) -> float:
@@ -167,10 +167,10 @@ def distance(one: Trained, other: Trained) -> float:
 def compare(calm: Trained, alone: Trained, struck: Trained, ignored: Sequence[str]) -> Iterator[Finding]:
     """Judge a training under faults by one without. What differs between that one and `alone`,
     which was trained on one worker, depends on the workers or on chance, and cannot be judged."""
-    for call, found in enumerate(struck.unrest[:-1]):
+    for call, recoveries in enumerate(struck.unrest[:-1]):
         name = SIGNALS[call % len(SIGNALS)][0].name
-        followed = ", ".join(f"{each.reason} after batch {each.batch}" for each in found) or "the worker stayed"
-        todo = "" if found else "Do not handle this signal in your code, or call the handler that was there before"
+        followed = ", ".join(f"{each.reason} after batch {each.batch}" for each in recoveries) or "the worker stayed"
+        todo = "" if recoveries else "Do not handle this signal in your code, or call the handler that was there before"
         yield Finding("faults", f"{name} in call {call + 1}: {followed}", todo)
     yield judge_samples(calm, alone, struck)
     todo = (

@@ -62,11 +62,11 @@ def torch_checkpoint(path: Path) -> Iterator[tuple[str, str]]:
 
 def automatic(path: Path) -> Iterator[tuple[str, str]]:
     folders_of_both = [CheckpointFolder(AutoCheckpoint(path=path), suffix) for suffix in (".pt", ".ckpt")]
-    found = [(folder, place) for folder in folders_of_both for place in folder.newest_first()]
-    for folder, place in found:
+    checkpoints = [(folder, place) for folder in folders_of_both for place in folder.newest_first()]
+    for folder, place in checkpoints:
         damage = "; damaged: a checksum is wrong" if folder.is_damaged(place) else ""
         yield place.name, f"score {folder.record(place)['score']}{damage}"
-    if not found:
+    if not checkpoints:
         raise CheckpointError(f"{path} has no checkpoint of raysgd: pass a file or folder that a trainer wrote")
 
 

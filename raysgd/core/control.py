@@ -177,7 +177,7 @@ class Control:
 
     def calls_at(self, frames: Sequence[str]) -> CollectiveCalls:
         """Return how many collective calls this rank has made, if its call ended at this stack."""
-        begun = tuple((step, max(made - self.joined_after, -1)) for step, made in self.begun_after)
+        begun = tuple((step, max(count - self.joined_after, -1)) for step, count in self.begun_after)
         return CollectiveCalls(self.calls() if is_in_collective(frames, of_all=True) else -1, begun)
 
     def report(self, progress: Progress, partial: Measured | None = None) -> None:

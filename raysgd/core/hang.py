@@ -107,12 +107,12 @@ def _folded(stack: Sequence[str]) -> list[str]:
     """Find the innermost frame and the user's ones, and how many of libraries are between them;
     without frames of the user, the innermost ones."""
     frames = _within(stack)
-    own = [index for index, frame in enumerate(frames) if is_user_frame(frame)][:SHOWN_FRAMES]
-    if not own:
+    indices = [index for index, frame in enumerate(frames) if is_user_frame(frame)][:SHOWN_FRAMES]
+    if not indices:
         return frames[:SHOWN_FRAMES]
-    own = own[1:] if own[0] == 0 else own
+    indices = indices[1:] if indices[0] == 0 else indices
     shown = frames[:1]
-    for before, index in pairwise((0, *own)):
+    for before, index in pairwise((0, *indices)):
         shown += [f"[{counted(index - before - 1, 'frame')} of libraries]"] if index - before > 1 else []
         shown.append(frames[index])
     return shown

@@ -19,16 +19,16 @@ class ReadAhead(Generic[T]):
     def __init__(self, source: Iterator[T], *, ahead: int, name: str) -> None:
         self._ready: queue.Queue[Any] = queue.Queue(ahead)
         self._stopped = threading.Event()
-        given = (source, self._ready, self._stopped)  # not this object, because a running thread would keep it alive
-        threading.Thread(target=_read, args=given, name=name, daemon=True).start()
+        args = (source, self._ready, self._stopped)  # not this object, because a running thread would keep it alive
+        threading.Thread(target=_read, args=args, name=name, daemon=True).start()
         weakref.finalize(self, self._stopped.set)
 
     def next(self) -> T | None:
         """Take the next item, None at the end, or raise the iterator's error."""
-        found = self._ready.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found  # type: ignore[no-any-return]
+        item = self._ready.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item  # type: ignore[no-any-return]
 
     def stop(self) -> None:
         """Let the thread end after the item that it is reading, and now if it waits for room."""

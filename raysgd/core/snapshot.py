@@ -68,7 +68,7 @@ class SnapshotStore:
         if self._latest is not None and self._latest.progress.loads < loads:
             self._latest = None
 
-    def take_back(self, kept: Snapshot | None, loads: int) -> None:
+    def take_back(self, snapshot: Snapshot | None, loads: int) -> None:
         """Keep an earlier snapshot instead of one of a load that has failed."""
         if self._latest is not None and self._latest.progress.loads >= loads:
-            self._latest = kept
+            self._latest = snapshot

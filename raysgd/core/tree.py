@@ -14,12 +14,12 @@ def mapped(change: Callable[..., Any], value: Any, *path: Any) -> Any:
     The attributes of an OrderedDict stay: torch keeps the versions of modules in one of a model's
     state. A Counter stays one, which some schedulers of torch have in theirs."""
     if isinstance(value, dict):
-        made: dict[Any, Any] = next((kind for kind in (OrderedDict, Counter) if isinstance(value, kind)), dict)()
+        result: dict[Any, Any] = next((kind for kind in (OrderedDict, Counter) if isinstance(value, kind)), dict)()
         for key, each in value.items():
-            made[key] = mapped(change, each, *path, key)
+            result[key] = mapped(change, each, *path, key)
         if isinstance(value, OrderedDict):
-            vars(made).update(vars(value))
-        return made
+            vars(result).update(vars(value))
+        return result
     if isinstance(value, (list, tuple)):
         items = [mapped(change, each, *path, place) for place, each in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

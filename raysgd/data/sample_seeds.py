@@ -67,12 +67,12 @@ def seeded_for(seed: int, epoch: int, index: Any) -> Iterator[None]:
     with suppress(TypeError):
         index = operator.index(index)  # of NumPy and torch, too
     number = derived_seed(seed, "sample", epoch, index)
-    kept = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     try:
         seed_python_and_numpy(number)
         torch.default_generator.manual_seed(number)  # torch.manual_seed would also seed the GPUs
         yield
     finally:
-        random.setstate(kept[0])
-        numpy.random.set_state(kept[1])
-        torch.set_rng_state(kept[2])
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])

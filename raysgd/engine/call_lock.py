@@ -18,17 +18,17 @@ class CallLock:
     """
 
     def __init__(self) -> None:
-        self._held: dict[str, Claim] = {}
+        self._claims: dict[str, Claim] = {}
 
     def claim(self, call: str) -> Claim:
         """A context for the duration of `call`."""
-        return Claim(self._held, call)
+        return Claim(self._claims, call)
 
     def held(self, *, here: bool) -> Claim | None:
         """The claim of another thread, if there is one; or this thread's, in which a callback or a
         signal handler is running then."""
-        held = self._held.get("call")
-        return held if held is not None and (held.thread == threading.get_ident()) == here else None
+        claim = self._claims.get("call")
+        return claim if claim is not None and (claim.thread == threading.get_ident()) == here else None
 
 
 @dataclass(eq=False)

@@ -155,12 +155,12 @@ class Engine:
         or a later one, or if it had committed nothing (None): then all are ended, and `start`
         follows. If a call was training, the next one that trains continues it."""
         self.living.add(self)
-        objects, found = (self._table, self._generation, self._recovery, self._log), (trained, reached, recoveries)
-        taken = take_over(*objects, *found, keeps_snapshots=self._keeps_snapshots)
-        if taken is None or trained is None:
+        objects, record = (self._table, self._generation, self._recovery, self._log), (trained, reached, recoveries)
+        call = take_over(*objects, *record, keeps_snapshots=self._keeps_snapshots)
+        if call is None or trained is None:
             return False
-        self._calls, self.trained, self.changes = max(taken[0], trained), trained, self.progress.loads
-        self._interrupted = taken if taken[0] > trained else None
+        self._calls, self.trained, self.changes = max(call[0], trained), trained, self.progress.loads
+        self._interrupted = call if call[0] > trained else None
         return True
 
     def continue_call(self, measured: PartialResults) -> None:
@@ -279,8 +279,8 @@ class Engine:
 
     def processes(self) -> list[tuple[str, int]]:
         """The machine and the process id of each rank. Any thread may call this."""
-        found = map(self._table.get, self._table.members())  # None: it was dismissed meanwhile
-        return [(info.machine, info.pid) if info is not None else ("", 0) for info in found]
+        infos = map(self._table.get, self._table.members())  # None: it was dismissed meanwhile
+        return [(info.machine, info.pid) if info is not None else ("", 0) for info in infos]
 
     @property
     def generation(self) -> int:
@@ -326,13 +326,13 @@ class Engine:
     def state_replaced_by_hand(self, loads: int) -> Iterator[None]:
         """A context in which the workers load another state. If all fail meanwhile, they continue
         from the newest snapshot, and no earlier call is finished first."""
-        kept, finished = self._table.snapshots.latest(), self._finished
+        snapshot, finished = self._table.snapshots.latest(), self._finished
         self._finished = {}
         try:
             yield
         except BaseException:
             self._finished, self._load_failed = finished, self.undefined
-            self._table.snapshots.take_back(kept, loads)
+            self._table.snapshots.take_back(snapshot, loads)
             raise
         self._load_failed = False
         self._table.snapshots.require(loads)
@@ -411,11 +411,11 @@ class Engine:
         self._comparison.note_change()
         return self.run(Job(replace(call, change=self.changes), again="keep", redo=True))
 
-    def _run(self, job: Job, running: RunningCall, left: Sequence[PartialResults] = ()) -> list[PartialResults]:
+    def _run(self, job: Job, running: RunningCall, past: Sequence[PartialResults] = ()) -> list[PartialResults]:
         """Run a job, run one that had ended again, under its number, or continue one of which these
-        parts are `left`."""
+        are the `past` parts."""
         self._run_again(running)
-        parts = [part.until(self.progress.step) for part in left]
+        parts = [part.until(self.progress.step) for part in past]
         began, began_at = self.progress, self._table.clock()
         hung: list[Any] = []  # where code hung, as often as it hung there in a row
         while True:
@@ -443,8 +443,8 @@ class Engine:
                 self._run_again(running)
                 if job.needs_state and self.progress.order < began.order:
                     raise older_state_error(job.call.name, began, self.progress)
-            if job.again == "keep" and not goes_back and (kept := _collect_answers(outcomes)):
-                return [kept]
+            if job.again == "keep" and not goes_back and (answers := _collect_answers(outcomes)):
+                return [answers]
             parts = self._drop_repeated_work(parts, revived, running)
 
     def _run_again(self, running: RunningCall) -> None:
@@ -457,20 +457,20 @@ class Engine:
                 del self._finished[number]
         here = self.progress.place
         lost = [n for n, (_, end) in self._finished.items() if n < running.number and end.place > here]
-        left = {number: each for number, each in self._finished.items() if lost and number >= lost[0]}
-        for number in left:
+        calls = {number: each for number, each in self._finished.items() if lost and number >= lost[0]}
+        for number in calls:
             del self._finished[number]  # until it has ended again
         try:
-            for number, (job, end) in list(left.items()):
+            for number, (job, end) in list(calls.items()):
                 if number < running.number:
-                    left[number] = job, replace(end, step=sys.maxsize)  # an error may end it again
+                    calls[number] = job, replace(end, step=sys.maxsize)  # an error may end it again
                     self._wait_for_least(running)
                     self._run(job, replace(running, number=number))
                     end = self.progress  # another number of workers makes another number of steps
                 self._finished[number] = job, end
-                del left[number]
+                del calls[number]
         finally:
-            self._finished |= left
+            self._finished |= calls
 
     def _wait_for_least(self, running: RunningCall) -> None:
         """Wait for workers before training, if there are too few, because an error has ended a call
@@ -559,8 +559,8 @@ class Engine:
         call = RunningCall(self._calls, max_failures, len(self.recoveries), replaces)
         outer = self._running
         if outer is not None and outer.max_failures >= 0:  # a callback's call during training uses up what is left
-            left = max(outer.max_failures - self._log.failures_since(outer.recoveries_before), 0)
-            if max_failures < 0 or left < max_failures:
+            retries = max(outer.max_failures - self._log.failures_since(outer.recoveries_before), 0)
+            if max_failures < 0 or retries < max_failures:
                 call = replace(call, max_failures=outer.max_failures, recoveries_before=outer.recoveries_before)
         attempts = 0
         while True:
@@ -638,5 +638,5 @@ def _collect_answers(outcomes: Mapping[str, Outcome]) -> PartialResults | None:
     """Return the survivors' answers, if every survivor has one."""
     if any(isinstance(outcome, (Interrupted, Failed)) for outcome in outcomes.values()):
         return None
-    kept = tuple(outcome for outcome in outcomes.values() if isinstance(outcome, Ok))
-    return PartialResults(kept) if kept else None
+    answers = tuple(outcome for outcome in outcomes.values() if isinstance(outcome, Ok))
+    return PartialResults(answers) if answers else None

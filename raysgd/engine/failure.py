@@ -223,10 +223,10 @@ def cut_short_error(ranks: Sequence[int]) -> TrainingFailedError:
     )
 
 
-def older_state_error(call: str, wanted: Progress, found: Progress) -> CheckpointError:
+def older_state_error(call: str, wanted: Progress, newest: Progress) -> CheckpointError:
     """The error of a call that needs a state which no worker has any more."""
     return CheckpointError(
         f"all workers failed during {call!r}, which needs their state of epoch {wanted.epoch}, batch {wanted.batches}. New "
-        f"workers continue from the newest snapshot (epoch {found.epoch}, batch {found.batches}), which lacks what happened since. "
+        f"workers continue from the newest snapshot (epoch {newest.epoch}, batch {newest.batches}), which lacks what happened since. "
         "So nothing was saved, and an older file of that name is unchanged. Train again from here, and save then"
     )

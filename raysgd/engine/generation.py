@@ -64,8 +64,8 @@ class Generation:
 
     def take_seconds(self) -> dict[str, float]:
         """How long each phase took since the last call of this."""
-        taken, self.seconds = self.seconds, {}
-        return taken
+        seconds, self.seconds = self.seconds, {}
+        return seconds
 
     def note_seconds(self, phase: str, seconds: float) -> None:
         """Note how long a part of a phase took."""
@@ -187,8 +187,8 @@ class Generation:
         source, behind = self._behind(built) if saved is None else ("", [])
         if behind and not shares:
             with self._table.during("agreement"):
-                given = self._fetch(source)
-                if given is None or not self.load(behind, given[0]):
+                answer = self._fetch(source)
+                if answer is None or not self.load(behind, answer[0]):
                     return False
         if new and not self._prepare(new):
             return False
@@ -281,14 +281,14 @@ class Generation:
         `call`. Return whether the worker gave its state. Raise an error of the operator's
         `state_dict` if it raises one: the worker is healthy, and its state must not be lost for
         that."""
-        if (given := self._fetch(worker)) is None:
+        if (answer := self._fetch(worker)) is None:
             return False
-        self._table.snapshots.offer(Snapshot(*given, call=call))
+        self._table.snapshots.offer(Snapshot(*answer, call=call))
         return True
 
     def _prepare(self, new: Sequence[str]) -> bool:
-        given = {worker: {"hook": self._hook, "rank": self._table[worker].rank} for worker in new}
-        outcomes = self._ask(new, "prepare", given.__getitem__, self.limits.setup_s)
+        arguments = {worker: {"hook": self._hook, "rank": self._table[worker].rank} for worker in new}
+        outcomes = self._ask(new, "prepare", arguments.__getitem__, self.limits.setup_s)
         self._raise_unfinished(outcomes)
         return self._all_ok(outcomes)
 
@@ -314,18 +314,18 @@ class Generation:
         if offers is None:
             return False
         settings = self._backend.plan(rank_infos, offers)
-        given = {
+        arguments = {
             w: {"rank_info": s, "settings": each} for w, s, each in zip(workers, rank_infos, settings, strict=True)
         }
         for worker in workers if behind else ():
-            given[worker] |= {"giver": workers.index(source), "takes": worker in behind}
+            arguments[worker] |= {"giver": workers.index(source), "takes": worker in behind}
 
         def cancel() -> None:
             self._backend.plan([])
             self.interrupt(workers)
 
         limit_s = self.limits.join_s + 10 + (self.limits.setup_s if behind else 0.0)
-        return self._all_ok(self._ask(workers, "join", given.__getitem__, limit_s, on_trouble=cancel))
+        return self._all_ok(self._ask(workers, "join", arguments.__getitem__, limit_s, on_trouble=cancel))
 
     def _collect_offers(self, workers: Sequence[str]) -> list[dict[str, Any]] | None:
         """Return what the backend needs from each worker to plan, or None if one has failed."""
@@ -338,12 +338,12 @@ class Generation:
 
     def _build(self, new: Sequence[str]) -> bool:
         rank_infos = assign_ranks([self._table[worker].node for worker in new], generation=self.number)
-        given = {
+        arguments = {
             worker: {"factory": self._factory, "rank_info": rank_info}
             for worker, rank_info in zip(new, rank_infos, strict=True)
         }
         outcomes = self._ask(
-            new, "build", given.__getitem__, self.limits.setup_s, on_trouble=lambda: self.interrupt(new)
+            new, "build", arguments.__getitem__, self.limits.setup_s, on_trouble=lambda: self.interrupt(new)
         )
         self._raise_unfinished(outcomes)
         return self._all_ok(outcomes)

@@ -60,11 +60,11 @@ class Comparison:
     def judge(self, step: int, texts: Sequence[str]) -> None:
         """Compare what the ranks, in this order, have reported after a step. Log a difference, or
         raise DivergenceError, if the user wants that."""
-        found = difference(texts)
-        text = f"after step {step} the ranks do not train the same model: the parameter {found}. {CAUSES}"
-        if found and self._raises:
+        verdict = difference(texts)
+        text = f"after step {step} the ranks do not train the same model: the parameter {verdict}. {CAUSES}"
+        if verdict and self._raises:
             raise DivergenceError(text)
-        if found and not self._logged:
+        if verdict and not self._logged:
             self._logged = True
             logger.warning("%s", text)
 
@@ -86,7 +86,7 @@ def difference(texts: Sequence[str]) -> str:
             columns.setdefault(name, {})[rank] = sums
     groups = {name: _groups(column) for name, column in columns.items()}
     sizes = {
-        name: _distance(*(columns[name][each[0]] for each in found[:2])) for name, found in groups.items() if found[1:]
+        name: _distance(*(columns[name][each[0]] for each in sides[:2])) for name, sides in groups.items() if sides[1:]
     }
     if not sizes:
         return ""

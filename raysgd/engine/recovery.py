@@ -71,8 +71,8 @@ class RecoveryLog:
                 recovery.seconds,
             )
         else:
-            left = f"{counted(after, 'worker is', 'workers are')} left ({before} before)"
-            logger.error("%s: the call ends with an error; %s", recovery.reason, left)
+            rest = f"{counted(after, 'worker is', 'workers are')} left ({before} before)"
+            logger.error("%s: the call ends with an error; %s", recovery.reason, rest)
         self._on_recovery(recovery)
 
 
@@ -217,9 +217,9 @@ class RecoveryLoop:
         """Whether no survivor has the state of the group. An undefined one does not, if there is a
         snapshot, and if the call does not replace the state. One whose change was cut short does
         not until that call ends: the script has its error then."""
-        found, call = [self._table[each].progress for each in survivors], case.call
+        states, call = [self._table[each].progress for each in survivors], case.call
         replaceable = not call.replaces and self._table.snapshots.latest() is not None
-        return all((call.changes and each.cut_short) or (replaceable and each.undefined) for each in found)
+        return all((call.changes and each.cut_short) or (replaceable and each.undefined) for each in states)
 
     def _undo_forming(self, case: _Case, survivors: list[str], joining: list[str]) -> None:
         """Take the replacements back after a failed try. If no worker has failed, the network
@@ -230,9 +230,9 @@ class RecoveryLoop:
         first = case.seen.kind == "paused"
         if first and failed.isdisjoint(survivors):  # otherwise it is the failure of a member
             case.seen = replace(case.seen, kind="broken", detail=self._generation.causes())
-        kept = joining if failed or first else self._only_holder(survivors, joining)
-        self._replacements.take_back(kept)
-        self._table.dismiss(*(worker for worker in joining if worker not in kept))
+        reserve = joining if failed or first else self._only_holder(survivors, joining)
+        self._replacements.take_back(reserve)
+        self._table.dismiss(*(worker for worker in joining if worker not in reserve))
 
     def _only_holder(self, survivors: list[str], joining: list[str]) -> list[str]:
         """Find the one of those that join which has a newer state than the survivors and the
@@ -306,14 +306,14 @@ class RecoveryLoop:
         return survivors
 
     def _rescue_state(self, survivors: list[str], call: RunningCall) -> None:
-        found = self._table.progress_of(survivors)
-        progress = {worker: each for worker, each in found.items() if not (call.changes and each.cut_short)}
+        states = self._table.progress_of(survivors)
+        progress = {worker: each for worker, each in states.items() if not (call.changes and each.cut_short)}
         while (best := newest_state(progress)) and not self._generation.rescue_state(best, call.number):
             del progress[best]  # it failed, too, so try the one that has the newest state of the others
 
-    def _replace_all(self, left: int) -> None:
+    def _replace_all(self, workers: int) -> None:
         """Start new processes for all. Their places are free, before Ray shows it."""
-        places = min(self._membership.target, max(left, self._table.group.room().capacity))
+        places = min(self._membership.target, max(workers, self._table.group.room().capacity))
         wanted = places - self._replacements.ready - self._replacements.starting
         if wanted > 0:
             self._replacements.launch(wanted)

@@ -61,9 +61,9 @@ class Replacements:
     def _are(self, *stages: Stage) -> list[WorkerInfo]:
         """Those in these stages. One that has taken the group's state comes first, then the one
         that has been ready for longest."""
-        found = [info for info in self._table.new_workers() if info.stage in stages]
-        found.sort(key=lambda info: info.since)
-        return sorted(found, key=lambda info: info.progress.order, reverse=True)
+        infos = [info for info in self._table.new_workers() if info.stage in stages]
+        infos.sort(key=lambda info: info.since)
+        return sorted(infos, key=lambda info: info.progress.order, reverse=True)
 
     def _by_readiness(self) -> list[WorkerInfo]:
         """Those that are ready, then those that will be, without overdue ones."""
@@ -192,10 +192,10 @@ class Replacements:
         if len(ready) >= most:
             self._dismiss(self._by_readiness()[most + self._spares :])
             self._dismiss(self._are(Stage.OVERDUE))
-        taken = [info.worker for info in ready[:most]]
-        for worker in taken:
+        workers = [info.worker for info in ready[:most]]
+        for worker in workers:
             self._table.set_stage(worker, Stage.JOINING)
-        return taken
+        return workers
 
     def dismiss_torn(self) -> bool:
         """Dismiss those that are ready and have only a part of a state. Return whether there were
@@ -215,8 +215,8 @@ class Replacements:
 
     def keep(self, missing: int) -> None:
         """Dismiss those that are starting, and those that are ready and not needed."""
-        kept = self._are(Stage.READY)[: max(missing, 0) + self._spares]
-        self._dismiss(info for info in self._table.new_workers() if info not in kept)
+        reserve = self._are(Stage.READY)[: max(missing, 0) + self._spares]
+        self._dismiss(info for info in self._table.new_workers() if info not in reserve)
 
     def dismiss_preempted(self, draining: Collection[str]) -> None:
         """Dismiss those on machines that will be stopped."""

@@ -35,25 +35,25 @@ def take_over(
     """Return the number of the newest call that trained, and what was measured in it. Return None
     if no worker can be taken over: then all are ended."""
     since, workers = table.clock(), table.adopt()
-    left = [] if trained is None else gather(table, generation, workers)
-    found = table.progress_of(table.members())
-    if not left or max(found.values(), key=lambda each: each.order).place < (reached or Progress()).place:
+    ranks = [] if trained is None else gather(table, generation, workers)
+    states = table.progress_of(table.members())
+    if not ranks or max(states.values(), key=lambda each: each.order).place < (reached or Progress()).place:
         table.dismiss(*workers)
         return None
-    newest = max(progress.call for progress in found.values())
-    if keeps_snapshots and generation.in_place and (best := newest_state(found)):
+    newest = max(progress.call for progress in states.values())
+    if keeps_snapshots and generation.in_place and (best := newest_state(states)):
         generation.rescue_state(best, newest)  # for the case that all fail before the next snapshot
     log.recoveries = list(recoveries)
     seen = Observation("broken", reason="takeover", detail=f"another script has left {counted(len(workers), 'worker')}")
     call = RunningCall(max(newest, trained or 0), -1, len(recoveries), changes=True)
     try:
         with table.during("recovery"):
-            revived = loop.recover(seen, call, since=since, world=len(found))
+            revived = loop.recover(seen, call, since=since, world=len(states))
     except StateLost:
         log.recoveries = []
         table.snapshots.forget()
         return None
-    parts = results_left(left, call=newest)
+    parts = results_left(ranks, call=newest)
     return newest, parts if revived is None else collect_results_since(revived, parts, call=newest)
 
 
@@ -75,21 +75,21 @@ def gather(table: WorkerTable, generation: Generation, workers: Sequence[str]) -
     for worker, outcome in outcomes.items():
         if isinstance(outcome, Failed):  # the new code's: the state is kept
             raise_user_error(outcome, table[worker])
-    found = {w: each.value for w, each in outcomes.items() if isinstance(each, Ok) and each.value is not None}
-    newest = max((left.rank_info.generation for left in found.values()), default=0)
-    members = [worker for worker, left in found.items() if left.rank_info.generation == newest]
-    members.sort(key=lambda worker: found[worker].rank_info.world_rank)
+    ranks = {w: each.value for w, each in outcomes.items() if isinstance(each, Ok) and each.value is not None}
+    newest = max((rank.rank_info.generation for rank in ranks.values()), default=0)
+    members = [worker for worker, rank in ranks.items() if rank.rank_info.generation == newest]
+    members.sort(key=lambda worker: ranks[worker].rank_info.world_rank)
     table.dismiss(*(worker for worker in workers if worker not in members))
     generation.enter(members)
-    return [found[worker] for worker in members]
+    return [ranks[worker] for worker in members]
 
 
 def results_left(ranks: Iterable[Left], *, call: int) -> list[PartialResults]:
     """Collect what these ranks have measured in this call, part by part."""
     parts: dict[tuple[int, int], list[Outcome]] = {}
-    for left in ranks:
-        made = Counter[int]()
-        for generation, outcome in left.parts if left.call == call else ():
-            made[generation] += 1
-            parts.setdefault((generation, made[generation]), []).append(with_value(outcome))
+    for rank in ranks:
+        counts = Counter[int]()
+        for generation, outcome in rank.parts if rank.call == call else ():
+            counts[generation] += 1
+            parts.setdefault((generation, counts[generation]), []).append(with_value(outcome))
     return [PartialResults(tuple(parts[key]), key[0]) for key in sorted(parts)]

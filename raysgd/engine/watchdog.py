@@ -46,8 +46,8 @@ def ask(
     shared = {} if callable(arguments) else dict(arguments)
     try:
         for worker in workers:
-            given = dict(arguments(worker)) if callable(arguments) else shared
-            calls.expect(worker, table.group.submit(worker, verb, given, generation=generation))
+            values = dict(arguments(worker)) if callable(arguments) else shared
+            calls.expect(worker, table.group.submit(worker, verb, values, generation=generation))
         limit = TimeLimit(table, verb, limit_s)
         calls.collect()
         while calls.running:
@@ -130,13 +130,13 @@ def collect_unfinished(table: WorkerTable, workers: Sequence[str], verb: str, li
 
 def ask_for_stacks(table: WorkerTable, workers: Sequence[str]) -> dict[str, RankReport]:
     """Ask the workers where they are. Return the answers of those that are still busy."""
-    number, found, deadline = table.request_stacks(workers), dict[str, StackReport](), table.clock() + SILENT_S
+    number, answers, deadline = table.request_stacks(workers), dict[str, StackReport](), table.clock() + SILENT_S
     while (
-        len(found) < len(workers) and table.clock() < deadline
+        len(answers) < len(workers) and table.clock() < deadline
     ):  # they answer at once, unless their process is stopped
         table.pump(0.05)
-        found |= dict(table.take_answers(StackReport, number))
-    return {w: report_of(table, w, found.get(w)) for w in workers if table[w].busy is not None}
+        answers |= dict(table.take_answers(StackReport, number))
+    return {w: report_of(table, w, answers.get(w)) for w in workers if table[w].busy is not None}
 
 
 def report_of(table: WorkerTable, worker: str, answer: StackReport | None) -> RankReport:

@@ -306,14 +306,14 @@ class WorkerTable:
         """Remove and return the answers to one request that have arrived, with their workers.
         Answers to older requests of the same type stay, because another waiter may still want
         them."""
-        taken: list[tuple[str, AnswerT]] = []
+        answers: list[tuple[str, AnswerT]] = []
         for _ in range(len(self._answers)):
             worker, answer = self._answers.popleft()
             if isinstance(answer, kind) and answer.round == number:
-                taken.append((worker, answer))
+                answers.append((worker, answer))
             else:
                 self._answers.append((worker, answer))
-        return taken
+        return answers
 
     # -- events ---------------------------------------------------------------------------------------
 

@@ -56,16 +56,16 @@ class HorovodArguments:
         check_flags(**{"horovod_args['sparse_as_dense']": self.sparse_as_dense})
 
     @classmethod
-    def parse(cls, given: Any) -> HorovodArguments:
-        if given is None:
-            given = {}
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"horovod_args must be a dict of keyword arguments, got {given!r}")
+    def parse(cls, arguments: Any) -> HorovodArguments:
+        if arguments is None:
+            arguments = {}
+        if not isinstance(arguments, Mapping):
+            raise ConfigError(f"horovod_args must be a dict of keyword arguments, got {arguments!r}")
         known = sorted(each.name for each in fields(cls))
-        unknown = sorted(given.keys() - set(known))
+        unknown = sorted(arguments.keys() - set(known))
         if unknown:
             raise ConfigError(f"horovod_args has no argument {unknown[0]!r}; it takes {', '.join(known)}")
-        return cls(**given)
+        return cls(**arguments)
 
     def resolved(self, hvd: Any) -> dict[str, Any]:
         """Convert the arguments to Horovod's own objects."""

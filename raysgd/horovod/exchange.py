@@ -25,20 +25,20 @@ class Sender:
     can use them in any way. With `passes`, this is so only after that many backward passes.
     """
 
-    def __init__(self, hvd: Any, names: list[tuple[str, Any]], given: dict[str, Any], *, passes: int) -> None:
+    def __init__(self, hvd: Any, names: list[tuple[str, Any]], arguments: dict[str, Any], *, passes: int) -> None:
         self._passes, self._done, self._in_pass = passes, 0, False
-        self._held = False
+        self._holds = False
         self.names = [name for name, _ in names]
         self._distributed = hvd.DistributedOptimizer(
             torch.optim.SGD([parameter for _, parameter in names], lr=0.0),
             named_parameters=names,
             backward_passes_per_step=passes,
-            **given,
+            **arguments,
         )
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._arrived) for _, parameter in names]
 
     def hold(self, on: bool) -> None:
-        self._held = on
+        self._holds = on
         self._distributed.set_backward_passes_per_step(AT_THE_STEP if on else self._passes)
 
     def finish(self) -> None:
@@ -60,7 +60,7 @@ class Sender:
     def _pass_ended(self) -> None:
         self._in_pass = False
         self._done += 1
-        if not self._held and self._done % self._passes == 0:
+        if not self._holds and self._done % self._passes == 0:
             self.finish()
 
 

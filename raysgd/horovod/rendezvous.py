@@ -30,7 +30,9 @@ def rank_variables(rank_infos: Sequence[RankInfo]) -> list[dict[str, str]]:
     nodes: dict[int, list[int]] = {}
     for rank_info in rank_infos:
         nodes.setdefault(rank_info.local_rank, []).append(rank_info.node_rank)
-    across = {local: {node: place for place, node in enumerate(sorted(found))} for local, found in nodes.items()}
+    across = {
+        local: {node: place for place, node in enumerate(sorted(node_ranks))} for local, node_ranks in nodes.items()
+    }
     variables = []
     for rank_info in rank_infos:
         variables.append(
@@ -84,12 +86,12 @@ class HorovodRendezvous:
 
 def _sizes(ranks: Sequence[Mapping[str, str]]) -> dict[str, int]:
     """Count the ranks in each of Horovod's scopes."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for rank in ranks:
-        found["global"] = int(rank["HOROVOD_SIZE"])
-        found[f"local_{rank['HOROVOD_HOSTNAME']}"] = int(rank["HOROVOD_LOCAL_SIZE"])
-        found[f"cross_{rank['HOROVOD_LOCAL_RANK']}"] = int(rank["HOROVOD_CROSS_SIZE"])
-    return found
+        sizes["global"] = int(rank["HOROVOD_SIZE"])
+        sizes[f"local_{rank['HOROVOD_HOSTNAME']}"] = int(rank["HOROVOD_LOCAL_SIZE"])
+        sizes[f"cross_{rank['HOROVOD_LOCAL_RANK']}"] = int(rank["HOROVOD_CROSS_SIZE"])
+    return sizes
 
 
 def set_environment(environment: Mapping[str, str], *, interface: str | None = None) -> None:

@@ -28,17 +28,17 @@ NOT_WITH_HOROVOD: Exclusions = (
 def horovod_strategy(options: TrainingOptions, horovod_args: Any, *, use_gpu: bool) -> Strategy:
     """Make the strategy for `backend="horovod"`. Raise ConfigError for options that exclude it."""
     arguments = HorovodArguments.parse(horovod_args)
-    given = {**vars(options), "backend": "horovod", "horovod_args": horovod_args}
-    refuse([({"backend": ("horovod",), **values}, why) for values, why in NOT_WITH_HOROVOD], given)
+    settings = {**vars(options), "backend": "horovod", "horovod_args": horovod_args}
+    refuse([({"backend": ("horovod",), **values}, why) for values, why in NOT_WITH_HOROVOD], settings)
     check_installed("torch")
     if use_gpu and not import_module("horovod.torch").cuda_built():
         raise ConfigError(
             "this Horovod was built without CUDA: build it with HOROVOD_GPU_OPERATIONS=NCCL in the environment (and "
             "NCCL installed), pass use_gpu=False, or use backend='nccl'"
         )
-    own = functools.partial(HorovodExchange, arguments)
+    make_exchange = functools.partial(HorovodExchange, arguments)
     return Strategy(
         make_backend=HorovodBackend,
-        make_exchange=own if options.parallel == "ddp" else Exchange,
+        make_exchange=make_exchange if options.parallel == "ddp" else Exchange,
         wraps=False,
     )

@@ -85,11 +85,11 @@ class RayData:
 
     def _inputs(self) -> list[Any]:
         """The inputs of the model: each is a column's name, or a list of names."""
-        given = self.features
-        if given is None:
+        features = self.features
+        if features is None:
             return []
-        flat = isinstance(given, str) or all(isinstance(name, str) for name in given)
-        return [given] if flat else list(given)
+        flat = isinstance(features, str) or all(isinstance(name, str) for name in features)
+        return [features] if flat else list(features)
 
 
 def _names(group: Any) -> list[Any]:

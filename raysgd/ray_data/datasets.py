@@ -45,11 +45,11 @@ class DataConfig:
         return options.get(name) if isinstance(options, Mapping) else options
 
 
-def named_datasets(given: Any) -> dict[str, Any]:
+def named_datasets(datasets: Any) -> dict[str, Any]:
     """The datasets by name. A single dataset is named "train"."""
-    if given is None:
+    if datasets is None:
         return {}
-    named = dict(given) if isinstance(given, Mapping) else {DEFAULT_NAME: given}
+    named = dict(datasets) if isinstance(datasets, Mapping) else {DEFAULT_NAME: datasets}
     for name, dataset in named.items():
         if not isinstance(name, str):
             raise ConfigError(f"the name of a dataset must be a string, got {name!r}")
@@ -57,11 +57,11 @@ def named_datasets(given: Any) -> dict[str, Any]:
     return named
 
 
-def is_dataset(given: Any) -> bool:
+def is_dataset(value: Any) -> bool:
     """Whether this is a Ray Dataset, or a dictionary of Ray Datasets."""
-    if isinstance(given, Mapping):
-        return bool(given) and all(is_dataset(each) for each in given.values())
-    return hasattr(given, "streaming_split") or hasattr(given, "iter_epochs")
+    if isinstance(value, Mapping):
+        return bool(value) and all(is_dataset(each) for each in value.values())
+    return hasattr(value, "streaming_split") or hasattr(value, "iter_epochs")
 
 
 def _check_dataset(name: str, dataset: Any) -> None:
@@ -78,42 +78,42 @@ def _check_dataset(name: str, dataset: Any) -> None:
         )
 
 
-def parse_data_config(given: Any, names: Sequence[str]) -> Any:
+def parse_data_config(config: Any, names: Sequence[str]) -> Any:
     """Read a trainer's `dataset_config`: a DataConfig, Ray's own `ray.train.DataConfig` (or a
     subclass that overrides `configure`), or a dict that says which datasets are split: {"train":
     {"split": True}}."""
-    if given is None:
+    if config is None:
         return DataConfig()
-    if isinstance(given, Mapping):
-        _check_names(given, names)
-        return DataConfig([name for name in names if _is_split(name, given.get(name))])
-    if callable(getattr(given, "configure", None)):
-        return given
-    if not isinstance(given, DataConfig):
+    if isinstance(config, Mapping):
+        _check_names(config, names)
+        return DataConfig([name for name in names if _is_split(name, config.get(name))])
+    if callable(getattr(config, "configure", None)):
+        return config
+    if not isinstance(config, DataConfig):
         raise ConfigError(
             "dataset_config must be a DataConfig, such as DataConfig(datasets_to_split=['train']), or a dict such as "
-            f"{{'train': {{'split': True}}}}, got {given!r}"
+            f"{{'train': {{'split': True}}}}, got {config!r}"
         )
-    if given.datasets_to_split != "all":
-        _check_names(given.datasets_to_split, names)
-    return given
+    if config.datasets_to_split != "all":
+        _check_names(config.datasets_to_split, names)
+    return config
 
 
-def _check_names(given: Any, names: Sequence[str]) -> None:
-    unknown = sorted(set(given) - set(names))
+def _check_names(entries: Any, names: Sequence[str]) -> None:
+    unknown = sorted(set(entries) - set(names))
     if unknown:
         raise ConfigError(
             f"dataset_config names {', '.join(unknown)}, but the datasets are {', '.join(names) or 'none'}"
         )
 
 
-def _is_split(name: str, given: Any) -> bool:
+def _is_split(name: str, entry: Any) -> bool:
     """Read what one entry of the dict says; Ray's DatasetConfig has an attribute `split`."""
-    if given is None:
+    if entry is None:
         return True
-    split = given.get("split") if isinstance(given, Mapping) else getattr(given, "split", given)
+    split = entry.get("split") if isinstance(entry, Mapping) else getattr(entry, "split", entry)
     if split is None:
         return True
     if not isinstance(split, bool):
-        raise ConfigError(f"dataset_config[{name!r}] must have split=True or split=False, got {given!r}")
+        raise ConfigError(f"dataset_config[{name!r}] must have split=True or split=False, got {entry!r}")
     return split

@@ -63,7 +63,7 @@ class BlockBuffer:
 
     def __init__(self, blocks: Iterable[tuple[Any, int]]) -> None:
         self._source: Iterator[tuple[Any, int]] = iter(blocks)
-        self._held: deque[tuple[int, Any, int]] = deque()
+        self._blocks: deque[tuple[int, Any, int]] = deque()
         self.begin = self.end = 0
         self.complete = False
         self.error: Exception | None = None
@@ -74,29 +74,29 @@ class BlockBuffer:
             if self.error is not None:
                 raise self.error  # for every rank, because a source that has failed only ends when it is read again
             try:
-                found = next(self._source, None)
+                item = next(self._source, None)
             except Exception as error:
                 self.error = error
                 raise
-            if found is None:
+            if item is None:
                 self.complete = True
                 return
-            block, rows = found
+            block, rows = item
             if rows:
-                self._held.append((self.end, block, rows))
+                self._blocks.append((self.end, block, rows))
                 self.end += rows
             self.forget(keep_from)
 
     def forget(self, before: int) -> None:
         """Drop the blocks that end before this row."""
-        while self._held and self._held[0][0] + self._held[0][2] <= before:
-            first, _, rows = self._held.popleft()
+        while self._blocks and self._blocks[0][0] + self._blocks[0][2] <= before:
+            first, _, rows = self._blocks.popleft()
             self.begin = first + rows
 
     def slices(self, start: int, stop: int) -> tuple[BlockSlice, ...]:
         return tuple(
             BlockSlice(block, max(start - first, 0), min(stop - first, rows))
-            for first, block, rows in self._held
+            for first, block, rows in self._blocks
             if first < stop and first + rows > start
         )
 

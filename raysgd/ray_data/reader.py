@@ -38,10 +38,10 @@ class RowReader:
         begun: deque[int] = deque([start], maxlen=keep + 1)
         ahead = ReadAhead(self._fetched(request, begun), ahead=AHEAD, name="raysgd-rows")
         try:
-            while (found := ahead.next()) is not None:
-                begun.append(found[1])
-                if found[0]:
-                    yield found
+            while (batch := ahead.next()) is not None:
+                begun.append(batch[1])
+                if batch[0]:
+                    yield batch
         finally:
             ahead.stop()
 

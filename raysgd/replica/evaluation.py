@@ -52,28 +52,28 @@ class Evaluations:
         begins_at = passes.offset if continues and not passes.ended else 0
         began = Position(epoch=passes.epoch - (begins_at > 0), offset=begins_at)
         began.open_call(call)
-        found: list[Measured] = []
+        results: list[Measured] = []
         for phase in phases:
             self.position_in(phase).adopt(began.as_dict())
             named = dict(info or {}) | ({"loader": split(phase)[1]} if phase != kind else {})
             measured = evaluate(replica, phase, num_steps, profile, named, reduced)
             if isinstance(measured, Interrupted):
                 return measured
-            found.append(measured)
+            results.append(measured)
         position = max((self.position_in(phase) for phase in phases), key=lambda each: each.epoch)
         if position.epoch > began.epoch:
             passes.epoch, passes.offset, passes.ended = position.epoch, position.offset, position.ended
         passes.ended = passes.ended or not continues
-        found[0] = replace(found[0], place=(passes.epoch, passes.offset, passes.ended))
+        results[0] = replace(results[0], place=(passes.epoch, passes.offset, passes.ended))
         if phases == [kind]:
-            return found[0]
+            return results[0]
         prefix = "test_" if kind == "test" else internals.prefix
         loaders = {
             f"{prefix}{split(phase)[1]}_": strip_prefix(each.metrics, prefix)
-            for phase, each in zip(phases, found, strict=True)
+            for phase, each in zip(phases, results, strict=True)
         }
-        returned = tuple(each for measured in found for each in measured.returned)
-        return replace(found[0], metrics={}, loaders=loaders, returned=returned)
+        returned = tuple(each for measured in results for each in measured.returned)
+        return replace(results[0], metrics={}, loaders=loaders, returned=returned)
 
     def position_in(self, phase: str) -> Position:
         return self.positions.setdefault(phase, Position())
@@ -105,10 +105,10 @@ def evaluate(
     source = replica.registered_source(phase)
     replica.results.begin(kind, profile=profile, new_call=True)
     loop = replica.open_loop(source, phase, num_steps)
-    given, named = choose_arguments(operator.validate, loop.batches, info=dict(info))
+    arguments, named = choose_arguments(operator.validate, loop.batches, info=dict(info))
     try:
         with internals.validating(), operator.timers.record("validation"):
-            result = operator.validate(*given, **named)
+            result = operator.validate(*arguments, **named)
         loop.batches.close()
         loop.end()
     except BaseException:
@@ -121,9 +121,9 @@ def evaluate(
 
 def strip_prefix(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Remove this prefix from the names of metrics, as far as no other has the shorter name."""
-    found = {}
+    result = {}
     for name, value in metrics.items():
         last, rest = ("last_", name[5:]) if name.startswith("last_") else ("", name)
         short = last + rest.removeprefix(prefix)
-        found[name if short in metrics else short] = value
-    return found
+        result[name if short in metrics else short] = value
+    return result

@@ -67,7 +67,7 @@ class Reader:
     """
 
     def __init__(self, drawn: Iterator[Drawn], carrier: Carrier, most: int | None = None, *, ahead: bool) -> None:
-        self._drawn, self._carrier, self._left, self._ahead = drawn, carrier, most, ahead
+        self._drawn, self._carrier, self._rest, self._ahead = drawn, carrier, most, ahead
         self._carries = type(carrier) is not Carrier
         self._has_next = False
         self._next: Drawn | BaseException | None = None
@@ -82,10 +82,10 @@ class Reader:
         if self._has_next:
             return
         try:
-            drawn = None if self._left == 0 else next(self._drawn, None)
+            drawn = None if self._rest == 0 else next(self._drawn, None)
             if drawn is not None:
-                if self._left is not None:
-                    self._left -= drawn.whole
+                if self._rest is not None:
+                    self._rest -= drawn.whole
                 if self._carries:
                     drawn = drawn._replace(batch=self._carrier.send(drawn.batch))
             self._next = drawn
@@ -331,8 +331,8 @@ class Feed:
         batches = self.source.batches(self.rank_info, position.offset)
         if self._limit is not None:
             position.call_expected = self._limit
-        elif (left := self.source.steps_left(self.rank_info, position.offset)) is not None:
-            position.call_expected = position.call_batches + left
+        elif (rest := self.source.steps_left(self.rank_info, position.offset)) is not None:
+            position.call_expected = position.call_batches + rest
         return Reader(batches, self._carrier, most, ahead=self.ahead)
 
     def _begin_epoch(self) -> None:

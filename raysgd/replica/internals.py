@@ -105,10 +105,10 @@ class Internals:
 
 def internals_of(operator: Any) -> Any:
     """What raysgd stores in this operator."""
-    found = getattr(operator, "_internals", None)
-    if found is None:
+    internals = getattr(operator, "_internals", None)
+    if internals is None:
         raise ConfigError(
             f"{type(operator).__name__}.__init__ did not call super().__init__(*args, **kwargs): call it, or move the "
             "content of __init__ into setup(self, config)"
         )
-    return found
+    return internals

@@ -48,9 +48,9 @@ def load_again(
     unsaved: Any,
 ) -> Refusal | None:
     """Load, in new processes, what this trainer has saved or loaded when it had so many workers."""
-    found = method(replica, **arguments, loads=loads)
-    if isinstance(found, Refusal):
-        return found
+    answer = method(replica, **arguments, loads=loads)
+    if isinstance(answer, Refusal):
+        return answer
     replica.load_unsaved(unsaved)
     if workers != replica.operator.world_size:
         replica.operator.resized(workers, replica.operator.world_size)

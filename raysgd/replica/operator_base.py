@@ -58,22 +58,22 @@ class RegisteredBase:
             return []
         return [value] if self.is_single(value) else list(value)
 
-    def like(self, given: Any, values: list[Any]) -> Any:
-        """Put `values` into the container in which `given` was passed: a single object, a tuple or
-        a list."""
-        if self.is_single(given):
+    def like(self, original: Any, values: list[Any]) -> Any:
+        """Put `values` into the container in which `original` was passed: a single object, a tuple
+        or a list."""
+        if self.is_single(original):
             return values[0]
-        return tuple(values) if isinstance(given, tuple) else list(values)
+        return tuple(values) if isinstance(original, tuple) else list(values)
 
 
-def each_loader(name: str, given: Any) -> list[tuple[str, Any]]:
+def each_loader(name: str, value: Any) -> list[tuple[str, Any]]:
     """The loader that was registered, or each of several for validations or tests, with its name in
     errors."""
-    if not isinstance(given, Mapping) or name.startswith("train"):
-        return [(name, given)]
-    if not given or any(not (isinstance(key, str) and key) or data is None for key, data in given.items()):
-        raise ConfigError(f"{name} must be data, or a dict from names to data, got {shown(given)}")
-    return [(f"{name}[{key!r}]", data) for key, data in given.items()]
+    if not isinstance(value, Mapping) or name.startswith("train"):
+        return [(name, value)]
+    if not value or any(not (isinstance(key, str) and key) or data is None for key, data in value.items()):
+        raise ConfigError(f"{name} must be data, or a dict from names to data, got {shown(value)}")
+    return [(f"{name}[{key!r}]", data) for key, data in value.items()]
 
 
 class OperatorBase:

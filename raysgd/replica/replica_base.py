@@ -169,10 +169,10 @@ class ReplicaBase(ABC):
             self.snapshots.take(self)
         unwinds = type(operator).train_epoch is not self.operator_class.train_epoch
         loop = self.open_loop(source, "train", num_steps, asking=asking, unwinds=unwinds, most=most)
-        given, named, loop.feed.info = self._epoch_arguments(loop.batches, info, num_steps)
+        arguments, named, loop.feed.info = self._epoch_arguments(loop.batches, info, num_steps)
         result: Any = {}  # if the workers are about to change
         with self._running_epoch(loop):
-            result = operator.train_epoch(*given, **named)
+            result = operator.train_epoch(*arguments, **named)
             loop.batches.close()
             loop.end()
         if loop.feed.stopped:
@@ -186,9 +186,9 @@ class ReplicaBase(ABC):
     def _warn_of_rest(self, source: Source) -> None:
         """Warn if a loop over epochs begins within one."""
         position, done = self.position, self.position.epoch_batches
-        left = source.steps_left(self.internals.rank_info, position.offset)
-        if done and left and not position.ended and self.rank == 0:
-            logger.warning(WITHIN_EPOCH, position.users_epoch, done + 1, done + left)
+        rest = source.steps_left(self.internals.rank_info, position.offset)
+        if done and rest and not position.ended and self.rank == 0:
+            logger.warning(WITHIN_EPOCH, position.users_epoch, done + 1, done + rest)
 
     def _end_early(self, result: Any) -> Interrupted:
         """Return the outcome of a call that has stopped at a batch boundary."""

@@ -63,9 +63,9 @@ class Results(ABC):
     def so_far(self, result: dict[str, Any] | None = None) -> Measured:
         """What the running call has measured so far."""
         internals = self._internals
-        own = result if result and isinstance(result, dict) else internals.meter.summary()
-        own = self._named_for_test(own) if internals.testing else own
-        return self.measured({"epoch": internals.position.users_epoch, **own, **self._counts()})
+        values = result if result and isinstance(result, dict) else internals.meter.summary()
+        values = self._named_for_test(values) if internals.testing else values
+        return self.measured({"epoch": internals.position.users_epoch, **values, **self._counts()})
 
     def begin_part(self) -> None:
         """Note that what follows is another part of the running call."""
@@ -114,8 +114,8 @@ class Results(ABC):
             check_metrics(result, of=f"{type(self._operator).__name__}.{method} returned an invalid result")
         report: dict[str, Any] = dict(result)
         counts = {name for name in COUNTED if isinstance(plain(result.get(name, 0)), Real)}
-        own = (OWN_NAMES if phase == "train" else COUNTED) - counts
-        refuse_own_names(result, of=f"{type(self._operator).__name__}.{method}", names=own)
+        names = (OWN_NAMES if phase == "train" else COUNTED) - counts
+        refuse_own_names(result, of=f"{type(self._operator).__name__}.{method}", names=names)
         if phase == "train":
             report = {"epoch": self._internals.position.users_epoch, **result, **self._counts()}
         others = self.add_metrics(report, phase)

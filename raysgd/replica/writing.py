@@ -80,14 +80,14 @@ def reported(
         raise NoDriver(str(error)) from error
 
     def run() -> None:
-        given: list[Any] = []
+        contents: list[Any] = []
         try:
-            report = write(given.append)
+            report = write(contents.append)
         except Exception as error:
             logger.warning("a save in the background failed", exc_info=True)  # the driver raises the error
             report = {"error": described(error)}
         try:
-            giving.send(*given, report=report)
+            giving.send(*contents, report=report)
         except OSError as error:
             logger.info("the driver no longer waits for a save in the background: %s", error)
 

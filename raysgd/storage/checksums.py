@@ -45,14 +45,14 @@ class ByteSource:
         if self._descriptor is None:
             return self._view[start : start + length]
         length = max(min(length, self.size - start), 0)
-        found = memoryview(bytearray(length) if buffer is None else buffer)[:length]
+        view = memoryview(bytearray(length) if buffer is None else buffer)[:length]
         done = 0
         while done < length:
-            count = os.preadv(self._descriptor, [found[done:]], start + done)
+            count = os.preadv(self._descriptor, [view[done:]], start + done)
             done += count
             if not count:
                 raise CheckpointError("the file became shorter while it was being read")
-        return found
+        return view
 
     def read(self, start: int, length: int) -> bytes:
         """Copy the bytes that exist in this range."""
@@ -67,11 +67,11 @@ def verify(source: Any) -> bool:
     if data.read(0, len(ZIP)) != ZIP:
         return False
     try:
-        found = members(source)
+        parts = members(source)
     except Exception as error:  # zipfile raises various errors for damaged archives
         said = str(error) or type(error).__name__
         raise damaged(f"it was cut off, or the list of its parts is damaged ({said})") from error
-    claimed = [(member, start) for member, start in found if member.file_size]
+    claimed = [(member, start) for member, start in parts if member.file_size]
     if not any(member.CRC for member, _ in claimed):
         return False
     computed = _computed(data, [(start, member.file_size) for member, start in claimed])
@@ -91,18 +91,18 @@ def members(source: Any) -> list[tuple[zipfile.ZipInfo, int]]:
     than the archive has bytes."""
     data = ByteSource(source)
     with zipfile.ZipFile(source if hasattr(source, "fileno") else io.BytesIO(source)) as archive:
-        listed, left = archive.infolist(), data.size
+        listed, rest = archive.infolist(), data.size
         if min((member.header_offset for member in listed), default=0) != 0:
             raise zipfile.BadZipFile("it does not begin with its first part")
         if len({member.filename for member in listed}) < len(listed):
             raise zipfile.BadZipFile("two of its parts have the same name")
         for member in listed:
-            left -= member.file_size
+            rest -= member.file_size
             if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
                 raise zipfile.BadZipFile(f"{member.filename!r} is compressed, and save() compresses nothing")
             if member.external_attr & DIRECTORY:  # torch would read nothing
                 raise zipfile.BadZipFile(f"{member.filename!r} claims to be a directory")
-            if left < 0 or member.header_offset + member.file_size > data.size:
+            if rest < 0 or member.header_offset + member.file_size > data.size:
                 raise zipfile.BadZipFile(f"{member.filename!r} is larger than the file")
             archive.open(member).close()  # compares the name in the list with that in the member's header
     return [(member, _start(data, member.header_offset)) for member in listed]

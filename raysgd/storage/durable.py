@@ -137,9 +137,9 @@ def open_locked(path: Any, flags: int, mode: int) -> int:
 def own_folder(parent: Path, name: str) -> Path:
     """Create a folder of this process and its forks. Delete those of processes that ended."""
     begin = f"{name}-{_host_mark()}-"
-    for found in os.listdir(parent):
-        if found.startswith(begin) and _host_mark():
-            _remove_unlocked(parent / found)
+    for entry in os.listdir(parent):
+        if entry.startswith(begin) and _host_mark():
+            _remove_unlocked(parent / entry)
     while True:
         folder = parent / f"{begin}{uuid.uuid4().hex[:8]}"
         folder.mkdir(mode=0o700)
@@ -169,17 +169,17 @@ def private_folder(folder: Path) -> Path:
     except OSError as error:
         raise PermissionError(_not_private(folder, str(error.strerror))) from error
     try:
-        found = os.fstat(descriptor)
+        info = os.fstat(descriptor)
     finally:
         os.close(descriptor)
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(_not_private(folder, f"user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}"))
+    if info.st_uid != os.getuid() or info.st_mode & 0o077:
+        raise PermissionError(_not_private(folder, f"user {info.st_uid}, mode {stat.S_IMODE(info.st_mode):o}"))
     return folder
 
 
-def _not_private(folder: Path, found: str) -> str:
+def _not_private(folder: Path, state: str) -> str:
     return (
-        f"{folder} must be a folder of this user that no other user can open (mode 700), and is not ({found}): delete it, or set "
+        f"{folder} must be a folder of this user that no other user can open (mode 700), and is not ({state}): delete it, or set "
         "TMPDIR to a folder of your own"
     )
 

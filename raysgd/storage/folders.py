@@ -186,12 +186,12 @@ def entry_of_bytes(data: Any) -> FileEntry:
     return FileEntry(memoryview(data).nbytes, digest_of(data))
 
 
-def check_entry(where: Any, name: str, found: FileEntry, listed: Mapping[str, FileEntry] | None) -> None:
+def check_entry(where: Any, name: str, file: FileEntry, listed: Mapping[str, FileEntry] | None) -> None:
     """Raise CheckpointError if the list has another entry for this file."""
     entry = (listed or {}).get(name)
     if entry is not None:
-        check_size(where, name, found.size, {name: entry})
-        if found.digest != entry.digest:
+        check_size(where, name, file.size, {name: entry})
+        if file.digest != entry.digest:
             _changed(where, name, "does not have the digest that was stored with it")
 
 
@@ -217,10 +217,10 @@ def verify(folder: Path) -> None:
     """Raise CheckpointError if a listed file is missing or changed. No list: it passes."""
     listed = read_list(folder)
     if listed is not None:
-        found = {each.name: each.path for each in walk(folder) if not each.is_dir}
-        check_list(folder, found, listed)
+        files = {each.name: each.path for each in walk(folder) if not each.is_dir}
+        check_list(folder, files, listed)
         for name in listed:
-            check_entry(folder, name, entry_of(found[name]), listed)
+            check_entry(folder, name, entry_of(files[name]), listed)
 
 
 def copy(source: Path, target: Path) -> dict[str, FileEntry]:
@@ -276,8 +276,8 @@ def pack(folder: Path, added: Mapping[str, bytes] = {}) -> bytes:
 def member_of(data: bytes, name: str) -> bytes | None:
     """Read one file of an archive that `pack` has made, or None if it has no file of this name."""
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-        found = archive.extractfile(name) if name in archive.getnames() else None
-        return None if found is None else found.read()
+        member = archive.extractfile(name) if name in archive.getnames() else None
+        return None if member is None else member.read()
 
 
 def _add(archive: tarfile.TarFile, member: tarfile.TarInfo, content: bytes) -> None:

@@ -38,31 +38,31 @@ SPECIAL = {
 
 def place_to_save(where: Any) -> Place:
     """The place for a path, made absolute so that users find the file, or for a URI."""
-    found = usable_place(where)
-    if not isinstance(found, Uri):
-        return found.absolute()
-    remote.check_scheme(found)
-    return found
+    path = usable_place(where)
+    if not isinstance(path, Uri):
+        return path.absolute()
+    remote.check_scheme(path)
+    return path
 
 
 def usable_place(where: Any) -> Place:
     """The place for a path or a URI. Raise ConfigError if nothing can be there."""
-    found = place(where)
-    if isinstance(found, Uri):
-        if not found.name:
-            raise ConfigError(f"{found} names no file or folder in the store: write {found}name")
-        return found
+    path = place(where)
+    if isinstance(path, Uri):
+        if not path.name:
+            raise ConfigError(f"{path} names no file or folder in the store: write {path}name")
+        return path
     try:
-        kind = SPECIAL.get(stat.S_IFMT(os.stat(found).st_mode))
+        kind = SPECIAL.get(stat.S_IFMT(os.stat(path).st_mode))
     except ValueError as error:  # a null character
-        raise ConfigError(f"{str(found)!r} cannot be a path: {error}") from None
+        raise ConfigError(f"{str(path)!r} cannot be a path: {error}") from None
     except OSError as error:
         if error.errno in (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
-            raise ConfigError(f"{found} cannot be a path here: {error.strerror}") from None
-        return found  # it does not exist, or what is done next shows the reason
+            raise ConfigError(f"{path} cannot be a path here: {error.strerror}") from None
+        return path  # it does not exist, or what is done next shows the reason
     if kind is not None:
-        raise ConfigError(f"{found} is {kind}: pass the path of a regular file or a folder, or one that does not exist")
-    return found
+        raise ConfigError(f"{path} is {kind}: pass the path of a regular file or a folder, or one that does not exist")
+    return path
 
 
 def place(where: Any, name: str = "a checkpoint's place") -> Place:
@@ -214,10 +214,10 @@ def warn_without_checksums(where: Any) -> None:
 def names(folder: Place) -> list[str]:
     """List the names in a folder without drafts; none if it does not exist."""
     if isinstance(folder, Uri):
-        found = remote.names(folder)
+        entries = remote.names(folder)
     else:
-        found = sorted(os.listdir(folder)) if folder.is_dir() else []
-    return [name for name in found if not name.startswith(".")]
+        entries = sorted(os.listdir(folder)) if folder.is_dir() else []
+    return [name for name in entries if not name.startswith(".")]
 
 
 class FolderDraft:

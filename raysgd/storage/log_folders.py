@@ -16,12 +16,12 @@ from raysgd.storage.remote import Uri
 RESULTS = "ray_results"
 
 
-def create_folder(given: str | os.PathLike[str] | None, prefix: str) -> Path:
+def create_folder(where: str | os.PathLike[str] | None, prefix: str) -> Path:
     """Create a directory below ~/ray_results, by default one with the time in its name."""
     home = Path.home() / RESULTS
-    if given is None:
+    if where is None:
         return create_new_folder(home, f"{prefix}_{timestamp()}")
-    path = home / Path(given).expanduser()
+    path = home / Path(where).expanduser()
     path.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -43,15 +43,15 @@ def numbered(name: str) -> Iterator[str]:
     yield from (f"{name}_{number}" for number in itertools.count(2))
 
 
-def folder_to_be(given: str | os.PathLike[str] | None, prefix: str) -> Path:
+def folder_to_be(where: str | os.PathLike[str] | None, prefix: str) -> Path:
     """Choose a directory without creating it, because nothing may ever be written there. A random
     suffix makes it unlikely that another trainer takes the name."""
-    if given is not None and isinstance(place(given, "logdir"), Uri):
+    if where is not None and isinstance(place(where, "logdir"), Uri):
         raise ConfigError(
-            f"logdir must be a directory on this machine, because callbacks write files there, got {str(place(given))!r}"
+            f"logdir must be a directory on this machine, because callbacks write files there, got {str(place(where))!r}"
         )
     home = Path.home() / RESULTS
-    return home / (f"{prefix}_{timestamp()}_{uuid.uuid4().hex[:4]}" if given is None else Path(given).expanduser())
+    return home / (f"{prefix}_{timestamp()}_{uuid.uuid4().hex[:4]}" if where is None else Path(where).expanduser())
 
 
 def timestamp() -> str:

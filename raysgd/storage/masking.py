@@ -21,5 +21,5 @@ def mask(uri: str) -> str:
 
 def split_query(uri: str) -> tuple[str, str]:
     """Split a URI into the part before its parameters, and those parameters."""
-    found = QUERY.search(uri)
-    return (uri, "") if found is None else (uri[: found.start()], uri[found.start() :])
+    match = QUERY.search(uri)
+    return (uri, "") if match is None else (uri[: match.start()], uri[match.start() :])

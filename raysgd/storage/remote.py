@@ -162,11 +162,11 @@ def probe(uri: Uri) -> None:
 def names(uri: Uri) -> list[str]:
     with _asked(uri) as (system, path):
         try:
-            found = system.ls(path, detail=False)
+            entries = system.ls(path, detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted(
-            {str(each).rstrip("/").rpartition("/")[2] for each in found if str(each).strip("/") != path.strip("/")}
+            {str(each).rstrip("/").rpartition("/")[2] for each in entries if str(each).strip("/") != path.strip("/")}
         )
 
 
@@ -196,20 +196,20 @@ def write_folder(uri: Uri, source: Path) -> None:
     older folder stays until its list is replaced: files that have the name of one of its files are
     uploaded under another. Then the files of the older list are deleted."""
     older = listed(uri) if uri.is_dir() else {}
-    taken, other = {each.at or name for name, each in older.items()}, uuid.uuid4().hex[:8]
-    found = list(folders.walk(source))  # raises for what a checkpoint cannot contain, before anything is changed
+    old_names, other = {each.at or name for name, each in older.items()}, uuid.uuid4().hex[:8]
+    files = list(folders.walk(source))  # raises for what a checkpoint cannot contain, before anything is changed
     with _asked(uri, "written") as (system, path):
         if _kind(system, path) == "file":
             system.rm_file(path)
     entries = {}
-    for each in found:
+    for each in files:
         if not each.is_dir:
             entry = folders.entry_of(each.path)
-            entries[each.name] = replace(entry, at=f"{other}/{each.name}") if each.name in taken else entry
+            entries[each.name] = replace(entry, at=f"{other}/{each.name}") if each.name in old_names else entry
             upload(uri / (entries[each.name].at or each.name), each.path)
     write(uri / MARKER, folders.dump_list(entries))
     with _asked(uri, "deleted") as (system, path):
-        for name in taken - {each.at or name for name, each in entries.items()}:
+        for name in old_names - {each.at or name for name, each in entries.items()}:
             if _kind(system, f"{path}/{name}") == "file":
                 system.rm_file(f"{path}/{name}")
 

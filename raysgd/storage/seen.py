@@ -66,10 +66,10 @@ class SeenFile:
 
     @classmethod
     def of(cls, file: BinaryIO, path: Path) -> SeenFile:
-        found = os.fstat(file.fileno())
-        file.seek(max(0, found.st_size - TAIL))
+        info = os.fstat(file.fileno())
+        file.seek(max(0, info.st_size - TAIL))
         end = hashlib.sha256(file.read()).hexdigest()
-        return cls(str(path.absolute()), found.st_size, found.st_mtime_ns, end)
+        return cls(str(path.absolute()), info.st_size, info.st_mtime_ns, end)
 
     @contextmanager
     def opened(self) -> Iterator[BinaryIO]:

@@ -70,10 +70,10 @@ def _array(data: bytes, number: int) -> np.ndarray:
     version = np.lib.format.read_magic(file)
     read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
     shape, by_columns, dtype = read_header(file)
-    left = len(data) - file.tell()
-    if dtype.kind not in PLAIN_KINDS or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != left:
-        raise CheckpointError(f"{number}.npy claims an array of {dtype} of shape {shape}, and has {left} bytes")
-    if not left:
+    rest = len(data) - file.tell()
+    if dtype.kind not in PLAIN_KINDS or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != rest:
+        raise CheckpointError(f"{number}.npy claims an array of {dtype} of shape {shape}, and has {rest} bytes")
+    if not rest:
         return np.zeros(shape, dtype)
     flat = np.frombuffer(data, dtype, offset=file.tell()).copy()
     return flat.reshape(shape, order="F" if by_columns else "C")
@@ -90,8 +90,8 @@ class _Encoder:
         if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, np.generic)):
             if not isinstance(value, int) or value.bit_length() <= MOST_BITS:
                 return value
-        elif depth < MOST_NESTED and (found := self._container(value, place, depth + 1)) is not None:
-            return found
+        elif depth < MOST_NESTED and (container := self._container(value, place, depth + 1)) is not None:
+            return container
         kind = type(value).__name__
         raise CheckpointError(
             f"state{place[:60]} is a {kind}{' too deep inside' if depth >= MOST_NESTED else ''}, which a checkpoint "
@@ -173,13 +173,13 @@ class _Decoder:
         return self._arrays[at]
 
     def _dictionary(self, value: dict[str, Any], depth: int) -> Any:
-        found: dict[Any, Any] = {}
+        result: dict[Any, Any] = {}
         for key, each in value["items"]:
             key = self.decoded(key, depth + 1)
-            if key in found:
+            if key in result:
                 raise ValueError("a dictionary in it has one key twice")
-            found[key] = self.decoded(each, depth + 1)
-        return found
+            result[key] = self.decoded(each, depth + 1)
+        return result
 
 
 def _typed(array: np.ndarray, said: dict[str, Any]) -> np.ndarray:

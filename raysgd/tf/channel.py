@@ -25,20 +25,20 @@ class Channel:
         self._token: Any = tf.Variable(0.0, trainable=False) if size > 1 else None
 
     def sum(self, tensors: Sequence[Any]) -> list[Any]:
-        given = [tf.convert_to_tensor(tensor) for tensor in tensors]
-        if self.size == 1 or not given:
-            return given
-        answer: list[Any] = list(given)
-        for dtype in dict.fromkeys(tensor.dtype for tensor in given):
-            places = [place for place, tensor in enumerate(given) if tensor.dtype == dtype]
-            for place, tensor in zip(places, self._packed([given[place] for place in places]), strict=True):
+        inputs = [tf.convert_to_tensor(tensor) for tensor in tensors]
+        if self.size == 1 or not inputs:
+            return inputs
+        answer: list[Any] = list(inputs)
+        for dtype in dict.fromkeys(tensor.dtype for tensor in inputs):
+            places = [place for place, tensor in enumerate(inputs) if tensor.dtype == dtype]
+            for place, tensor in zip(places, self._packed([inputs[place] for place in places]), strict=True):
                 answer[place] = tensor
         return answer
 
     def broadcast(self, tensors: Sequence[Any], *, source: bool) -> list[Any]:
         """Give all ranks the tensors of the one rank that is the source."""
-        given = [tf.convert_to_tensor(tensor) for tensor in tensors]
-        return self.sum(given if source else [tf.zeros_like(tensor) for tensor in given])
+        inputs = [tf.convert_to_tensor(tensor) for tensor in tensors]
+        return self.sum(inputs if source else [tf.zeros_like(tensor) for tensor in inputs])
 
     def _packed(self, tensors: list[Any]) -> list[Any]:
         dtype = tensors[0].dtype

@@ -36,25 +36,25 @@ class HeldPort:
 
     def __init__(self) -> None:
         for _ in range(TRIES):
-            self._held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             with contextlib.suppress(OSError):
-                self._held.bind(("", random.SystemRandom().randrange(*PORTS)))
-                self.number: int = self._held.getsockname()[1]
+                self._socket.bind(("", random.SystemRandom().randrange(*PORTS)))
+                self.number: int = self._socket.getsockname()[1]
                 return
-            self._held.close()
+            self._socket.close()
         raise NoFreePortError(f"no free port was found between {PORTS[0]} and {PORTS[1]}")
 
     def address_towards(self, host: str) -> str:
         """Find this machine's address, as `host` reaches it, with the port."""
         try:
-            own = address_towards(host)
+            address = address_towards(host)
         except OSError as error:
             self.release()
             raise NoFreePortError(f"this machine has no address towards {host}: {error}") from error
-        return f"[{own}]:{self.number}" if ":" in own else f"{own}:{self.number}"
+        return f"[{address}]:{self.number}" if ":" in address else f"{address}:{self.number}"
 
     def release(self) -> None:
-        self._held.close()
+        self._socket.close()
 
 
 class HeldPortBackend(ProcessGroupBackend):

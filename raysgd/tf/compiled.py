@@ -90,8 +90,8 @@ class CompiledOperator(TrainingOperator):
             metric.reset_state()
 
     def _callbacks(self, config: Mapping[str, Any]) -> Any:
-        given = config.get("callbacks") or []
-        return keras.callbacks.CallbackList(list(given), model=self.model, add_history=False)
+        callbacks = config.get("callbacks") or []
+        return keras.callbacks.CallbackList(list(callbacks), model=self.model, add_history=False)
 
     def _warn_of_no_end(self) -> None:
         """Warn if something has its effect at the end of a fit, and no fit ends."""
@@ -125,8 +125,8 @@ class CompiledOperator(TrainingOperator):
         x, y, weight = _unpacked(batch)
         place = batch_info["batch_idx"]
         self._fit_callbacks.on_train_batch_begin(place)
-        kept = [] if self._counts else self.model.metrics_variables  # Keras has one for each output's loss
-        with self.timers.record("step"), keep_values(kept):
+        variables = [] if self._counts else self.model.metrics_variables  # Keras has one for each output's loss
+        with self.timers.record("step"), keep_values(variables):
             loss = self._train_graph(x, y, weight, self._counts)
         self._fit_callbacks.on_train_batch_end(place, {"loss": float(loss)})
         return {"train_loss": loss, NUM_SAMPLES: rows_in(x)}
@@ -219,18 +219,18 @@ def operator_from_creators(
 
 def checked_fit_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Read `config[name]`. Raise ConfigError for arguments that have no effect here."""
-    given = config.get(name) or {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"config[{name!r}] must be a dict of keyword arguments, got {given!r}")
-    given = {key: value for key, value in given.items() if key not in UNUSED}
-    for key in given:
+    arguments = config.get(name) or {}
+    if not isinstance(arguments, Mapping):
+        raise ConfigError(f"config[{name!r}] must be a dict of keyword arguments, got {arguments!r}")
+    arguments = {key: value for key, value in arguments.items() if key not in UNUSED}
+    for key in arguments:
         if key not in TAKEN[name]:
             hint = INSTEAD.get(key, f"only {', '.join(TAKEN[name])} have an effect")
             raise ConfigError(f"config[{name!r}] cannot have {key!r}: {hint}")
     for key in ("epochs", "steps_per_epoch", "steps"):
-        if given.get(key) is not None:
-            at_least(f"config[{name!r}][{key!r}]", given[key], 1, whole=True)
-    return dict(given)
+        if arguments.get(key) is not None:
+            at_least(f"config[{name!r}][{key!r}]", arguments[key], 1, whole=True)
+    return dict(arguments)
 
 
 def _pair(data: Any) -> tuple[Any, Any]:

@@ -165,8 +165,8 @@ def make_source(
         raise ConfigError(
             f"the data set's auto_shard_policy is {policies(policy).name}: it must be AUTO, DATA, FILE or OFF"
         )
-    own = _own_files(data, rank_info) if policy == policies.FILE else data
-    return OwnSource(data, own, position, channel, together=training and rank_info.world_size > 1, begun=begun)
+    shard = _own_files(data, rank_info) if policy == policies.FILE else data
+    return OwnSource(data, shard, position, channel, together=training and rank_info.world_size > 1, begun=begun)
 
 
 def batches_per_epoch(data: Any, workers: int) -> int | None:
@@ -194,9 +194,9 @@ def _own_files(data: Any, rank_info: RankInfo) -> Any:
             f"({rank_info.world_size}), but it is {size if size > 0 else 'unknown'}: call .batch(n) on it, and after that "
             "only methods that keep the number of rows"
         )
-    own = foreign.shard_by_file(data, rank_info.world_size, rank_info.world_rank)
+    shard = foreign.shard_by_file(data, rank_info.world_size, rank_info.world_rank)
     each, rest = divmod(size, rank_info.world_size)
-    return own.rebatch(each + (rank_info.world_rank < rest))
+    return shard.rebatch(each + (rank_info.world_rank < rest))
 
 
 def _length(data: Any, offset: int) -> int | None:

@@ -186,8 +186,10 @@ class TrainingOperator(OperatorBase):
         optimizer = self._chosen(optimizer)
         trained = self._registered.trained_by(optimizer) if model is None else list(model.trainable_variables)
         scale = optimizer.scale_loss(tf.ones_like(loss))
-        found = tape.gradient(loss, trained, output_gradients=tf.cast(self._internals.fraction, scale.dtype) * scale)
-        pairs = [(g, v) for g, v in zip(found, trained, strict=True) if g is not None]
+        gradients = tape.gradient(
+            loss, trained, output_gradients=tf.cast(self._internals.fraction, scale.dtype) * scale
+        )
+        pairs = [(g, v) for g, v in zip(gradients, trained, strict=True) if g is not None]
         if not pairs:
             raise ConfigError(
                 "there are no gradients: the loss depends on none of the trainable variables of the model. Compute it inside "
@@ -276,8 +278,12 @@ class TrainingOperator(OperatorBase):
                             repeatedly
         validation_dataset  the same, for validations
         test_dataset        the same, for tests"""
-        given = {"train_dataset": train_dataset, "validation_dataset": validation_dataset, "test_dataset": test_dataset}
-        for name, data in given.items():
+        datasets = {
+            "train_dataset": train_dataset,
+            "validation_dataset": validation_dataset,
+            "test_dataset": test_dataset,
+        }
+        for name, data in datasets.items():
             for called, each in each_loader(name, data):
                 refuse_arrays(each, called)
                 if each is not None and not hasattr(each, "__iter__") and not hasattr(each, "__getitem__"):
@@ -354,8 +360,8 @@ class KerasInternals(Internals):
 
     registered: KerasRegistered
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self.channel = Channel(self.rank_info.world_size)
         self.fraction = tf.Variable(1.0, trainable=False)
         self.exchanges = tf.Variable(0, dtype=tf.int64, trainable=False)

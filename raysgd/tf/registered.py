@@ -60,8 +60,8 @@ def refuse_own_steps(models: Sequence[Any], operator_cls: type) -> None:
         if not all(getattr(operator_cls, each).__module__.startswith("raysgd.") for each in (method, loop)):
             continue
         for model in models:
-            own = getattr(model, step, None)
-            if own is not None and getattr(own, "__func__", own) is not getattr(keras.Model, step):
+            function = getattr(model, step, None)
+            if function is not None and getattr(function, "__func__", function) is not getattr(keras.Model, step):
                 raise ConfigError(
                     f"{type(model).__name__} has a {step} of its own, which raysgd does not call: write {method} in a "
                     "TrainingOperator, with what the step does"
@@ -104,23 +104,23 @@ def keep_values(variables: Sequence[Any]) -> Iterator[None]:
 
 def running_statistics(models: Sequence[Any]) -> list[Any]:
     """Collect what training changes besides, such as averages of batch normalisation."""
-    found = []
+    variables = []
     for model in models:
         for layer in foreign.layers_without_inner_ones(model):
             if layer.trainable:
-                found += [v for v in layer.non_trainable_weights if tf.as_dtype(v.dtype).is_floating]
-    return found
+                variables += [v for v in layer.non_trainable_weights if tf.as_dtype(v.dtype).is_floating]
+    return variables
 
 
 def seed_states(models: Sequence[Any]) -> list[Any]:
     """Collect the states of the layers' random generators, which are not weights."""
-    found = []
+    states = []
     for model in models:
         weights = {id(weight) for weight in model.weights}
-        found += [
+        states += [
             v for v in model.variables if id(v) not in weights and tuple(v.shape) == (2,) and "int" in str(v.dtype)
         ]
-    return found
+    return states
 
 
 def build_unbuilt(registered: KerasRegistered) -> None:

@@ -109,13 +109,13 @@ class TFReplica(ReplicaBase):
                 seed(epoch=number, offset=drawn.offset, part=self.rank)
             batch = tf.nest.map_structure(tf.convert_to_tensor, drawn.batch)
             output = self.operator.predict_batch(batch, {"batch_idx": index})
-            found = tf.nest.map_structure(np.asarray, output)
-            if any(leaf.shape[:1] != (rows_in(batch),) for leaf in tf.nest.flatten(found)):
+            arrays = tf.nest.map_structure(np.asarray, output)
+            if any(leaf.shape[:1] != (rows_in(batch),) for leaf in tf.nest.flatten(arrays)):
                 raise TypeError(
                     "predict_batch must return a tensor with a row for each sample, or a list, tuple or dict of such "
                     f"tensors, got {shown(output)} for {rows_in(batch)} samples"
                 )
-            outputs.append((drawn.offset, found))
+            outputs.append((drawn.offset, arrays))
             if control.due():
                 control.report(replace(self.progress, batches=index + 1))
         return outputs

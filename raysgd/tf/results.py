@@ -34,9 +34,9 @@ class KerasResults(Results):
 
     def so_far(self, result: dict[str, Any] | None = None) -> Measured:
         """What the running call has measured so far; Keras metrics are those of this rank."""
-        found = metric_results(self._operator._metrics(), Channel())
+        metrics = metric_results(self._operator._metrics(), Channel())
         partial = super().so_far(result)
-        return replace(partial, metrics={self._prefix + name: found[name] for name in found} | partial.metrics)
+        return replace(partial, metrics={self._prefix + name: metrics[name] for name in metrics} | partial.metrics)
 
     def to_report(self) -> Measured | None:
         return super().so_far()

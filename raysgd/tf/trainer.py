@@ -285,15 +285,15 @@ def _operator_class(model_creator: Any, data_creator: Any, training_operator_cls
 
 def _arguments_for(operator_cls: type[TrainingOperator], config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Read `config[name]`. Warn of arguments that only compiled models use."""
-    given = checked_fit_config(config, name)
-    unused = [key for key, value in given.items() if key not in OF_TRAINER and value is not None]
+    arguments = checked_fit_config(config, name)
+    unused = [key for key, value in arguments.items() if key not in OF_TRAINER and value is not None]
     if unused and not issubclass(operator_cls, CompiledOperator):
         logger.warning(
             "config[%r] has %s, which only compiled models use, so it has no effect, unless %s reads it itself. Leave it out, or pass "
             "model_creator and data_creator",
             *(name, ", ".join(unused), operator_cls.__name__),
         )
-    return given
+    return arguments
 
 
 def _batches(data: Any, batch_size: int) -> list[Any]:

@@ -29,9 +29,9 @@ def accuracy(output: torch.Tensor, target: torch.Tensor, criterion: Any) -> Any:
         if ignored is None:
             return right.float().mean()
         counts = target != ignored
-        found = (right & counts).sum() / counts.sum()
-        setattr(found, WEIGHT, counts.sum())
-        return found
+        fraction = (right & counts).sum() / counts.sum()
+        setattr(fraction, WEIGHT, counts.sum())
+        return fraction
     if output.shape != target.shape:
         return 0.0
     if name in THRESHOLDS:

@@ -81,23 +81,23 @@ def operator_from_creators(
     the workers of one machine call `data_creator` one after the other."""
     creators = {"model_creator": model_creator, "optimizer_creator": optimizer_creator}
     optional = {"data_creator": data_creator, "loss_creator": loss_creator, "scheduler_creator": scheduler_creator}
-    creators |= {name: given for name, given in optional.items() if given is not None}
-    for name, given in creators.items():
-        if not callable(given) or isinstance(given, nn.Module):
+    creators |= {name: creator for name, creator in optional.items() if creator is not None}
+    for name, creator in creators.items():
+        if not callable(creator) or isinstance(creator, nn.Module):
             raise ConfigError(
-                f"{name} must be a function that makes its part, such as `lambda config: ...`, got {given!r}"
+                f"{name} must be a function that makes its part, such as `lambda config: ...`, got {creator!r}"
             )
-    own = {"creators": creators, "one_at_a_time": serialize_data_creation}
-    return type("CustomCreatorOperator", (CreatorOperator,), own)
+    members = {"creators": creators, "one_at_a_time": serialize_data_creation}
+    return type("CustomCreatorOperator", (CreatorOperator,), members)
 
 
-def _loaders(made: Any) -> tuple[Any, Any]:
+def _loaders(loaders: Any) -> tuple[Any, Any]:
     """The training and the validation loader from what `data_creator` returned."""
-    if not isinstance(made, Sequence):
-        return made, None
-    if not 1 <= len(made) <= 2:
-        raise ConfigError(f"data_creator must return one loader or (train, validation), got {len(made)} values")
-    return made[0], made[1] if len(made) == 2 else None
+    if not isinstance(loaders, Sequence):
+        return loaders, None
+    if not 1 <= len(loaders) <= 2:
+        raise ConfigError(f"data_creator must return one loader or (train, validation), got {len(loaders)} values")
+    return loaders[0], loaders[1] if len(loaders) == 2 else None
 
 
 def _loss(creator: Creator, config: dict[str, Any]) -> Any:

@@ -64,12 +64,12 @@ def keep_iterator(loader: Any, iterator: Any) -> None:
 def begin_pass(loader: Any) -> Any:
     """Begin a loader's next pass, with the processes that it keeps. What they have read in advance
     is dropped."""
-    kept = live_iterator(loader)
-    if kept is None or not _begins_as_usual(loader) or loader.persistent_workers:
+    iterator = live_iterator(loader)
+    if iterator is None or not _begins_as_usual(loader) or loader.persistent_workers:
         return iter(loader)
     forget_iterator(loader)  # they make one pass only
-    kept._reset(loader)
-    return kept
+    iterator._reset(loader)
+    return iterator
 
 
 def _begins_as_usual(loader: Any) -> bool:
@@ -115,12 +115,12 @@ def worker_info(**fields: Any) -> Any:
 @contextlib.contextmanager
 def worker_info_seen_as(info: Any) -> Iterator[None]:
     """Let `torch.utils.data.get_worker_info` return `info`."""
-    own = torch_worker._worker_info
+    original = torch_worker._worker_info
     torch_worker._worker_info = info
     try:
         yield
     finally:
-        torch_worker._worker_info = own
+        torch_worker._worker_info = original
 
 
 # -- process groups -----------------------------------------------------------------------------------
@@ -131,18 +131,18 @@ def ranks_asked() -> Iterator[list[Any]]:
     """Return a context whose list is not empty once code in it has asked torch.distributed for a
     rank or a number of ranks, in this thread."""
     module, thread, asked = dist.distributed_c10d, threading.get_ident(), []
-    own = module._rank_not_in_group  # which `get_rank` and `get_world_size` call first
+    original = module._rank_not_in_group  # which `get_rank` and `get_world_size` call first
 
     def noted(group: Any) -> bool:
         if threading.get_ident() == thread and sys._getframe(1).f_code.co_name in ("get_rank", "get_world_size"):
             asked.append(group)
-        return own(group)
+        return original(group)
 
     module._rank_not_in_group = noted
     try:
         yield asked
     finally:
-        module._rank_not_in_group = own
+        module._rank_not_in_group = original
 
 
 def set_collective_limit(seconds: float) -> None:
@@ -171,14 +171,14 @@ def gloo_within(seconds: float) -> Iterator[None]:
             set_collective_limit(before.total_seconds())
 
 
-def abort_groups(found: Sequence[Any]) -> None:
+def abort_groups(groups: Sequence[Any]) -> None:
     """End the calls of NCCL in these process groups. torch still knows the groups afterwards, and
     raises its error for a broken one when they are used.
 
     All at once: an abort also frees memory of the device, which waits for all calls that the device
     has begun, those of other groups too. torch's own bracket does not help, because it belongs to a
     thread, and each group aborts on one of its own."""
-    begin = threading.Barrier(len(found) or 1)
+    begin = threading.Barrier(len(groups) or 1)
 
     def abort(group: Any) -> None:
         begin.wait()
@@ -187,7 +187,7 @@ def abort_groups(found: Sequence[Any]) -> None:
         except Exception as error:  # the other groups must end nevertheless
             logger.warning("a process group could not be aborted: %s", described(error))
 
-    threads = [threading.Thread(target=abort, args=(each,), name="raysgd-abort-group", daemon=True) for each in found]
+    threads = [threading.Thread(target=abort, args=(each,), name="raysgd-abort-group", daemon=True) for each in groups]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -263,9 +263,9 @@ def accumulated_gradients(modules: Sequence[Any]) -> list[torch.Tensor]:
     tensor."""
     groups = [group for module in modules for group in _parameter_groups(module._get_fsdp_state())]
     parameters = [each for group in groups for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
-    kept = [each.unsharded_accumulated_grad for each in parameters]
-    found = [*kept, *(each._unsharded_param.grad for each in parameters)]
-    return list({id(each): each for each in found if each is not None}.values())
+    sums = [each.unsharded_accumulated_grad for each in parameters]
+    gradients = [*sums, *(each._unsharded_param.grad for each in parameters)]
+    return list({id(each): each for each in gradients if each is not None}.values())
 
 
 def resharding(modules: Sequence[Any]) -> list[tuple[Any, str, Any]]:
@@ -299,12 +299,12 @@ def loads_by_copying(model: nn.Module) -> bool:
 
     def is_usual(module: nn.Module) -> bool:
         kind = type(module)
-        own = any(
+        overrides = any(
             getattr(kind, name) is not getattr(nn.Module, name)
             for name in ("state_dict", "load_state_dict", "set_extra_state")
         )
         inner = (kind._save_to_state_dict, kind._load_from_state_dict)
-        changed = own or not vars(module).keys().isdisjoint(("state_dict", "load_state_dict"))
+        changed = overrides or not vars(module).keys().isdisjoint(("state_dict", "load_state_dict"))
         return (
             not changed
             and all(f.__module__.startswith("torch.") for f in inner)
@@ -361,8 +361,8 @@ def steps_of(scheduler: Any) -> Any:
 
 def milestones_of(scheduler: Any) -> Sequence[int]:
     """The steps at which a SequentialLR changes from one scheduler to the next."""
-    found: Sequence[int] = getattr(scheduler, "_milestones", ())
-    return found
+    milestones: Sequence[int] = getattr(scheduler, "_milestones", ())
+    return milestones
 
 
 # Calls its argument when the running backward pass ends.
@@ -379,8 +379,8 @@ def keep_found(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
     """Let this optimizer make one more step with the scale. What its step before has found counts
     in the next update."""
     states = scaler._per_optimizer_states
-    if (found := states.pop(id(optimizer), None)) is not None:
-        states[id(found)] = found
+    if (state := states.pop(id(optimizer), None)) is not None:
+        states[id(state)] = state
 
 
 def storage_uses(tensor: torch.Tensor) -> tuple[int, int]:

@@ -40,10 +40,10 @@ class DeviceMeters(AverageMeterCollection):
         for place, each in enumerate(waiting):
             # Tensors of other classes may be on several devices.
             alike[(each.device, each.dtype) if type(each) is torch.Tensor else place].append(place)
-        found: list[Any] = [None] * len(waiting)
+        result: list[Any] = [None] * len(waiting)
         for places in alike.values():
             some = [waiting[place] for place in places]
             values = torch.stack([each.reshape(()) for each in some]).tolist() if some[1:] else [some[0].item()]
             for place, value in zip(places, values, strict=True):
-                found[place] = value
-        return found
+                result[place] = value
+        return result

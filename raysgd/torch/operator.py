@@ -116,8 +116,8 @@ class TrainingOperator(Registering):
         """Raise ConfigError if `setup` has replaced a method by a value. (Older code has an
         attribute `metrics`, which replaces nothing.)"""
         for name, value in vars(self).items():
-            taken = name != "metrics" and callable(getattr(TrainingOperator, name, None))
-            if taken and not callable(value):
+            is_method = name != "metrics" and callable(getattr(TrainingOperator, name, None))
+            if is_method and not callable(value):
                 raise ConfigError(
                     f"setup sets self.{name} to {shown(value, 40)}, and {name} is a method of TrainingOperator, which training calls: "
                     "give the attribute another name"
@@ -128,14 +128,14 @@ class TrainingOperator(Registering):
                     "and schedulers in this order, without those that it did not get"
                 )
         registered = set(map(id, self._registered.optimizers))
-        self._registered.held = {name: own for name, own in vars(self).items() if id(own) in registered}
+        self._registered.held = {name: each for name, each in vars(self).items() if id(each) in registered}
 
     def _warn_of_replaced(self) -> None:
         """Warn if an optimizer that `setup` has registered is another object now."""
         registered = set(map(id, self._registered.optimizers))
-        for name, held in self._registered.held.items():
-            own = vars(self).get(name)
-            if own is not None and own is not held and id(own) not in registered:
+        for name, before in self._registered.held.items():
+            now = vars(self).get(name)
+            if now is not None and now is not before and id(now) not in registered:
                 self._internals.warn_once(REPLACED, name, name)
 
     def _warn_of_eval_mode(self) -> None:
@@ -279,8 +279,8 @@ class TrainingOperator(Registering):
 
     def _overrides(self, *names: str) -> list[str]:
         """Find which of these methods the user has changed, in a class or on the object."""
-        own = [name for name in names if getattr(type(self), name) is not getattr(TrainingOperator, name)]
-        return own or [name for name in names if name in vars(self)]
+        methods = [name for name in names if getattr(type(self), name) is not getattr(TrainingOperator, name)]
+        return methods or [name for name in names if name in vars(self)]
 
     def _batches_per_epoch(self, workers: int) -> int | None:
         loader = self._train_data("train_loader")
@@ -345,10 +345,10 @@ class TrainingOperator(Registering):
     def _measured(self, prefix: str, output: Any, target: Any) -> dict[str, Any]:
         """What the method `metrics` returns, also if the user has an attribute of that name."""
         with torch.no_grad():
-            found = self._metrics_hook(self, output, target)
-        if not isinstance(found, dict):
-            raise TypeError(f"{type(self).__name__}.metrics must return a dict of metrics, got {shown(found)}")
-        return {f"{prefix}{name}": value for name, value in found.items()}
+            metrics = self._metrics_hook(self, output, target)
+        if not isinstance(metrics, dict):
+            raise TypeError(f"{type(self).__name__}.metrics must return a dict of metrics, got {shown(metrics)}")
+        return {f"{prefix}{name}": value for name, value in metrics.items()}
 
     def _check_batch(self, batch: Any) -> None:
         loader = self._registered.train_loader
@@ -426,8 +426,8 @@ class TrainingOperator(Registering):
     def from_creators(cls, *creators: Any, **named: Any) -> type[TrainingOperator]:
         """Make an operator class from creator functions, in this order or by name: model_creator,
         optimizer_creator, data_creator, loss_creator, scheduler_creator."""
-        made: type[TrainingOperator] = offers.operator_from_creators(*creators, **named)
-        return made
+        operator_cls: type[TrainingOperator] = offers.operator_from_creators(*creators, **named)
+        return operator_cls
 
     @classmethod
     def from_ptl(
@@ -436,10 +436,10 @@ class TrainingOperator(Registering):
         """Make an operator class from `lightning_module_cls`, a LightningModule class (extra:
         lightning). It has its own loaders, unless `train_dataloader` and `val_dataloader` are
         passed."""
-        made: type[TrainingOperator] = offers.operator_from_lightning(
+        operator_cls: type[TrainingOperator] = offers.operator_from_lightning(
             lightning_module_cls, train_dataloader, val_dataloader
         )
-        return made
+        return operator_cls
 
 
 def with_own_loss(model: Any, batch: Any) -> tuple[Any, Any]:
@@ -447,23 +447,23 @@ def with_own_loss(model: Any, batch: Any) -> tuple[Any, Any]:
     dict with `logits` and `loss`, as models of transformers return, or of a tuple in which only the
     loss is a single number. A loss that is not there is None; without it, the output can be all
     that the model has returned."""
-    given, named = _as_arguments(batch)
-    found = model(*given, **named)
-    if isinstance(found, Mapping):
-        return found.get("logits", found), found.get("loss")
-    if hasattr(found, "loss"):
-        return getattr(found, "logits", found), found.loss
-    parts = found if isinstance(found, (tuple, list)) else [found]
+    arguments, named = _as_arguments(batch)
+    result = model(*arguments, **named)
+    if isinstance(result, Mapping):
+        return result.get("logits", result), result.get("loss")
+    if hasattr(result, "loss"):
+        return getattr(result, "logits", result), result.loss
+    parts = result if isinstance(result, (tuple, list)) else [result]
     tensors = [each for each in parts if isinstance(each, torch.Tensor)]
     losses, outputs = [each for each in tensors if not each.dim()], [each for each in tensors if each.dim()]
-    return outputs[0] if outputs else found, losses[0] if len(losses) == 1 else None
+    return outputs[0] if outputs else result, losses[0] if len(losses) == 1 else None
 
 
 def takes(model: Any, batch: Any) -> bool:
     """Whether the model's `forward` has parameters for this batch."""
-    given, named = _as_arguments(batch)
+    arguments, named = _as_arguments(batch)
     try:
-        signature(getattr(model, "module", model).forward).bind(*given, **named)
+        signature(getattr(model, "module", model).forward).bind(*arguments, **named)
     except TypeError:
         return False
     return True

@@ -200,14 +200,14 @@ class TrainingOptions:
     @property
     def hook_args(self) -> dict[str, Any]:
         """The arguments of `comm_hook`, without its name."""
-        given = self.comm_hook if isinstance(self.comm_hook, Mapping) else {}
-        return {name: value for name, value in given.items() if name != "name"}
+        arguments = self.comm_hook if isinstance(self.comm_hook, Mapping) else {}
+        return {name: value for name, value in arguments.items() if name != "name"}
 
 
-def _check_arguments(name: str, given: Any, function: Any, supplied: set[str], *, allowed: str = "a dict") -> None:
+def _check_arguments(name: str, arguments: Any, function: Any, supplied: set[str], *, allowed: str = "a dict") -> None:
     legal = sorted(inspect.signature(function).parameters.keys() - supplied)
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{name} must be {allowed} of keyword arguments, got {given!r}")
-    unknown = sorted(given.keys() - set(legal))
+    if not isinstance(arguments, Mapping):
+        raise ConfigError(f"{name} must be {allowed} of keyword arguments, got {arguments!r}")
+    unknown = sorted(arguments.keys() - set(legal))
     if unknown:
         raise ConfigError(f"{name} has no {unknown}; it takes {legal}")

@@ -18,12 +18,12 @@ def check_version(package: str, *, extra: str) -> None:
     """Raise ImportError if the `package` is missing, and ConfigError if it is too old."""
     least = LEAST[extra][package]
     try:
-        found = version(package)
+        release = version(package)
     except PackageNotFoundError as error:
         raise ImportError(
             f"{package} is not installed. raysgd[{extra}] needs {least} or newer. Install it: pip install 'raysgd[{extra}]'"
         ) from error
-    if Version(found) < Version(least):
+    if Version(release) < Version(least):
         raise ConfigError(
-            f"{package} {found} is installed. raysgd[{extra}] needs {least} or newer. Upgrade it: pip install 'raysgd[{extra}]'"
+            f"{package} {release} is installed. raysgd[{extra}] needs {least} or newer. Upgrade it: pip install 'raysgd[{extra}]'"
         )

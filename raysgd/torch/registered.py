@@ -90,10 +90,10 @@ class Registered(RegisteredBase):
     def multiply_gradients(self, factor: Any) -> None:
         """Multiply the gradients that this rank has computed and not exchanged, in place."""
         # Once each, because two optimizers may step the same parameter.
-        found = {id(each): each.grad for each in self.stepped_by(*self.optimizers)}
-        held = [each for each in found.values() if each is not None]
-        with unnoticed(held):  # unlike what user code does to them
-            multiply_all(held, factor)
+        by_id = {id(each): each.grad for each in self.stepped_by(*self.optimizers)}
+        gradients = [each for each in by_id.values() if each is not None]
+        with unnoticed(gradients):  # unlike what user code does to them
+            multiply_all(gradients, factor)
         multiply_all(self.shards.unexchanged_gradients() if self.shards else [], factor)
 
     def rewrap(self) -> None:
@@ -117,11 +117,11 @@ class Registered(RegisteredBase):
             trained = {id(each) for each in model.parameters() if each.requires_grad}
             known = {name: id(each) in trained for each, (place, name) in self.trained.items() if place == at}
             ignored = getattr(wrapper, "parameters_to_ignore", ())
-            left = [name for name, trains in known.items() if not trains and name not in ignored]
-            if not left or not any(known.values()) or not isinstance(wrapper, DistributedDataParallel):
+            names = [name for name, trains in known.items() if not trains and name not in ignored]
+            if not names or not any(known.values()) or not isinstance(wrapper, DistributedDataParallel):
                 continue  # DDP does not wait if no parameter gets a gradient
             if not (wrapper.find_unused_parameters or wrapper.static_graph):
-                raise ConfigError(LEFT.format(name=left[0]))
+                raise ConfigError(LEFT.format(name=names[0]))
         self._keep_modes()
 
     def _groups_now(self) -> list[list[int]]:
@@ -217,13 +217,13 @@ class Registered(RegisteredBase):
         if ranks == 1 or self.options.parallel is None or not shared:
             yield
             return
-        own = [] if self.shares_buffers else [*shared.values()]
-        kept = [each.clone() for each in own]
+        buffers = [] if self.shares_buffers else [*shared.values()]
+        copies = [each.clone() for each in buffers]
         broadcast(shared, self.control)
         try:
             yield
         finally:
-            for buffer, before in zip(own, kept, strict=True):
+            for buffer, before in zip(buffers, copies, strict=True):
                 buffer.copy_(before)
 
     @contextmanager
@@ -292,7 +292,7 @@ def refuse_wrapped(models: list[Any]) -> None:
 def check_parts(models: list[Any], optimizers: list[Any], criterion: Any, schedulers: list[Any]) -> None:
     """Raise ConfigError for parts of the wrong kind, or that do not belong together."""
     _check_order(optimizers, schedulers)
-    held = {id(parameter) for model in models for parameter in model.parameters()}
+    parameters = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:
         if isinstance(optimizer, type) or not callable(getattr(optimizer, "step", None)):
             raise ConfigError(
@@ -301,7 +301,7 @@ def check_parts(models: list[Any], optimizers: list[Any], criterion: Any, schedu
             )
         groups = getattr(optimizer, "param_groups", None) or ()
         steps = {id(parameter) for group in groups for parameter in group["params"]}
-        if steps and not steps & held:
+        if steps and not steps & parameters:
             raise ConfigError(
                 f"the optimizer {type(optimizer).__name__} holds {len(steps)} parameters, none of which belongs to a registered "
                 "model, so it would train nothing that is registered: create it with the parameters() of a model that you pass "
@@ -327,19 +327,19 @@ def check_parts(models: list[Any], optimizers: list[Any], criterion: Any, schedu
 
 def strays(models: list[Any], optimizers: list[Any]) -> Iterator[tuple[str, int]]:
     """Yield optimizers with how many of their parameters no registered model has."""
-    held = {id(parameter) for model in models for parameter in model.parameters()}
+    parameters = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:
         groups = getattr(optimizer, "param_groups", None) or ()
-        if stray := {id(parameter) for group in groups for parameter in group["params"]} - held:
+        if stray := {id(parameter) for group in groups for parameter in group["params"]} - parameters:
             yield type(optimizer).__name__, len(stray)
 
 
 def _check_order(optimizers: list[Any], schedulers: list[Any]) -> None:
-    for name, given, kind, other in (
+    for name, parts, kind, other in (
         ("optimizers", optimizers, LRScheduler, "schedulers"),
         ("schedulers", schedulers, Optimizer, "optimizers"),
     ):
-        wrong = next((type(each).__name__ for each in given if isinstance(each, kind)), "")
+        wrong = next((type(each).__name__ for each in parts if isinstance(each, kind)), "")
         if wrong:
             raise ConfigError(f"{name} got {wrong}, which is one of the {other}: pass it as {other}=...")
 

@@ -132,9 +132,9 @@ class Registering(Scheduling):
                 f"the criterion {type(criterion).__name__} sums over the batch, but with several workers a step's gradient is the mean "
                 "over its samples. Use reduction='mean'. For the mean of the workers' sums, pass TrainingOptions(gradients='ranks')"
             )
-        for name, given in {"ddp_args": ddp_args, "apex_args": apex_args}.items():
-            if given is not None and not isinstance(given, Mapping):
-                raise ConfigError(f"{name} must be a dict of keyword arguments, got {given!r}")
+        for name, arguments in {"ddp_args": ddp_args, "apex_args": apex_args}.items():
+            if arguments is not None and not isinstance(arguments, Mapping):
+                raise ConfigError(f"{name} must be a dict of keyword arguments, got {arguments!r}")
         self._registered.options.check_ddp(ddp_args or {})
         if (ddp_args or {}).get("static_graph"):
             self._internals.keep_batch.why = STATIC_GRAPH
@@ -152,8 +152,8 @@ class Registering(Scheduling):
         `raysgd.data.RayData` names their columns), or any iterables. For validations and tests also
         a dict of them by name: `val_loss` is then `val_NAME_loss`, over the samples of that
         loader."""
-        given = {"train_loader": train_loader, "validation_loader": validation_loader, "test_loader": test_loader}
-        for name, loader in (pair for own in given.items() for pair in each_loader(*own)):
+        loaders = {"train_loader": train_loader, "validation_loader": validation_loader, "test_loader": test_loader}
+        for name, loader in (pair for item in loaders.items() for pair in each_loader(*item)):
             if isinstance(loader, torch.utils.data.Dataset) and not hasattr(loader, "__iter__"):
                 raise ConfigError(
                     f"{name} must be a DataLoader or another iterable of batches, got the data set {shown(loader)}: pass "
@@ -165,7 +165,7 @@ class Registering(Scheduling):
                 raise ConfigError(
                     f"{name} must be a DataLoader or another iterable of batches, or a Ray Dataset, got {loader!r}"
                 )
-        for name, loader in given.items():
+        for name, loader in loaders.items():
             setattr(self._registered, name, loader)
 
     @suggesting
@@ -178,8 +178,8 @@ class Registering(Scheduling):
         self._registered.metrics = {
             name: metric.to(self.device) for name, metric in metrics.items() if metric is not None
         }
-        given = list(self._registered.metrics.values())
-        return given[0] if len(given) == 1 else tuple(given)
+        result = list(self._registered.metrics.values())
+        return result[0] if len(result) == 1 else tuple(result)
 
     def _wrap(self, ddp_args: dict[str, Any]) -> None:
         registered, options = self._registered, self._registered.options

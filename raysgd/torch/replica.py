@@ -105,8 +105,8 @@ class TorchReplica(ReplicaBase):
     def _begin_call(self) -> None:
         if not self._same_rows and self.control.phase in CALLS.values():
             known = self.rows.known(*self.data_names)
-            own = {name: each.for_ranks for name, each in known.items() if each.for_ranks}
-            first, *others = gathered_objects(own, self.control)
+            mine = {name: each.for_ranks for name, each in known.items() if each.for_ranks}
+            first, *others = gathered_objects(mine, self.control)
             for rank, rows in enumerate(others, 1):
                 for name in (each for each in rows if rows[each] != first.get(each, rows[each])):
                     raise ConfigError(
@@ -153,7 +153,7 @@ class TorchReplica(ReplicaBase):
         loaders = {name: each.state_for_peers() if for_peers else each.state() for name, each in open_now.items()}
         known = self.rows.known(*self.data_names)
         rows = {name: [each.units, each.indices] for name, each in known.items() if each.indices}
-        found = {
+        state = {
             **self.positions(),
             "parts": self.internals.settings.all_parts,
             "batch_size": getattr(loader, "batch_size", None),
@@ -161,7 +161,7 @@ class TorchReplica(ReplicaBase):
             **loaders,
         }
         trained = {"trained": self.unsaved()} if for_peers else {}
-        return {**found, **({"rows": rows} if rows else {}), "settings": self._loaded_settings, **trained}
+        return {**state, **({"rows": rows} if rows else {}), "settings": self._loaded_settings, **trained}
 
     @property
     def _parameters(self) -> list[torch.nn.Parameter]:
@@ -221,10 +221,10 @@ class TorchReplica(ReplicaBase):
             self.undefined, models = True, [model.state_dict() for model in self.internals.registered.models]
         device = torch.device("cpu") if dist.get_backend() == "gloo" else self.operator.device
         state = self.state_for_peers() if dist.get_rank() == giver else None
-        taken = sharing.share_state(state, giver, takes=takes, models=models, device=device, control=self.control)
+        copy = sharing.share_state(state, giver, takes=takes, models=models, device=device, control=self.control)
         if takes:
             self._continues_script = False
-            self._take(taken)
+            self._take(copy)
 
     def take_over(self, data: Any) -> None:
         """Load the state of the last script's replica, whose code may be other than this one's."""

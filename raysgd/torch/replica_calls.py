@@ -60,11 +60,13 @@ def get_model(replica: TorchReplica) -> Blobs | None:
 def not_finite(replica: TorchReplica) -> str:
     """The name of a parameter with elements that are infinite or NaN, if there is one."""
     named = [pair for model in replica.internals.registered.models for pair in model.named_parameters()]
-    own = {name: elements_of(each.detach()) for name, each in named if not is_lazy(each) and each.is_floating_point()}
+    tensors = {
+        name: elements_of(each.detach()) for name, each in named if not is_lazy(each) and each.is_floating_point()
+    }
     # Sums are ten times faster than a copy, and in float32 those of usable weights are finite.
-    sums = [each.sum(dtype=torch.promote_types(each.dtype, torch.float32)).double() for each in own.values()]
+    sums = [each.sum(dtype=torch.promote_types(each.dtype, torch.float32)).double() for each in tensors.values()]
     finite = torch.stack([each.to(replica.operator.device) for each in sums]).isfinite().tolist() if sums else ()
-    return next((name for name, is_finite in zip(own, finite, strict=True) if not is_finite), "")
+    return next((name for name, is_finite in zip(tensors, finite, strict=True) if not is_finite), "")
 
 
 def predict(replica: TorchReplica, data: Any, batch_size: int, number: int) -> Any:

@@ -59,8 +59,8 @@ class TorchResults(Results):
             internals.registered.refuse_changed(replaceable=internals.settings.threads is not None)
             internals.registered.exchange.begin_call()
             self._operator._warn_of_replaced()
-            own, first = internals.registered.options.on_nonfinite, internals.rank_info.world_rank == 0
-            self._warns_of_loss = phase == "train" and own is None and first
+            action, first = internals.registered.options.on_nonfinite, internals.rank_info.world_rank == 0
+            self._warns_of_loss = phase == "train" and action is None and first
         self._partial_at, self._partial = time.monotonic() + PARTIAL_S, None
 
     def measured(self, metrics: dict[str, Any]) -> Measured:
@@ -85,10 +85,10 @@ class TorchResults(Results):
         return replace(self._partial or Measured(), rows=rows)
 
     def of_call(self, result: Any, profile: bool, phase: Phase, reduced: bool) -> Measured:
-        found, in_full = super().of_call(result, profile, phase, reduced), self._internals.registered.precision.output
+        report, in_full = super().of_call(result, profile, phase, reduced), self._internals.registered.precision.output
         if phase == "train":
-            return found
-        return replace(found, metrics=mapped(in_full, found.metrics), returned=mapped(in_full, found.returned))
+            return report
+        return replace(report, metrics=mapped(in_full, report.metrics), returned=mapped(in_full, report.returned))
 
     def _counts(self) -> dict[str, Any]:
         internals = self._internals
@@ -106,5 +106,5 @@ class TorchResults(Results):
     def _metric_of(self, phase: Phase) -> Phase:
         """The phase of the registered metric that the methods of this phase update."""
         default = type(self._operator).test_batch is TrainingOperator.test_batch
-        own = phase != "test" or "test" in self._internals.registered.metrics
-        return "validation" if default and not own else phase
+        has_metric = phase != "test" or "test" in self._internals.registered.metrics
+        return "validation" if default and not has_metric else phase

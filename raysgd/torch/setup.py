@@ -165,8 +165,8 @@ def wanted_by(callbacks: Sequence[Callback], checkpoints: AutoCheckpoint | None)
 def check_predicted(data: Any, batch_size: Any) -> None:
     """Raise ConfigError for data whose outputs would have no defined order."""
     at_least("batch_size", batch_size, 1, whole=True)
-    given = data.dataset if isinstance(data, DataLoader) else data
-    if isinstance(given, IterableDataset) or not (hasattr(given, "__getitem__") and hasattr(given, "__len__")):
+    data_set = data.dataset if isinstance(data, DataLoader) else data
+    if isinstance(data_set, IterableDataset) or not (hasattr(data_set, "__getitem__") and hasattr(data_set, "__len__")):
         raise ConfigError(
             f"predict() needs data with an order: a data set with __getitem__ and __len__, or a DataLoader of one, got {data!r}"
         )

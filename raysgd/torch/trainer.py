@@ -243,8 +243,8 @@ class TorchTrainer(TrainerBase):
 
     @exclusive
     def _not_finite(self) -> str:
-        found: list[str] = self._values(replica_calls.not_finite)
-        return max(found)
+        names: list[str] = self._values(replica_calls.not_finite)
+        return max(names)
 
     def _load_automatic(self, path: str) -> None:
         assert self._folder is not None
@@ -279,12 +279,12 @@ class TorchTrainer(TrainerBase):
         """Get an operator here with the current state; that of an inline worker itself."""
         operator: TrainingOperator | None = self._inline_operator()
         if operator is None:
-            own = self._factory.settings
+            original = self._factory.settings
             settings = TorchSettings(  # what an operator's setup can see
-                scheduler_step_freq=own.scheduler_step_freq,
-                num_workers=own.num_workers,
+                scheduler_step_freq=original.scheduler_step_freq,
+                num_workers=original.num_workers,
                 alone=True,
-                options=TrainingOptions(accumulate=own.options.accumulate),
+                options=TrainingOptions(accumulate=original.options.accumulate),
             )
             operator = self._factory.operator_cls(dict(self._factory.config), settings=settings)
             states.restore(operator, internals_of(operator).registered, self.state_dict())

@@ -252,8 +252,8 @@ def get_backend_config_cls(backend_name: str) -> type[BackendConfig]:
 
 def backend_of(config: BackendConfig) -> Backend:
     """The hooks of a config, whose `backend_cls` may be a property or a method."""
-    found: Any = config.backend_cls
-    kind = found if isinstance(found, type) else found()
+    value: Any = config.backend_cls
+    kind = value if isinstance(value, type) else value()
     if not isinstance(kind, type) or not issubclass(kind, Backend):
         raise ConfigError(
             f"{type(config).__name__}.backend_cls must return a subclass of raysgd.train.Backend, got {kind!r}"

@@ -134,10 +134,10 @@ class LoggerCallback(Callback):
 
     def on_result(self, result: CallResult) -> None:
         if self.trial is not None:
-            own = {name: getattr(self.trial, name) for name in ("trial_id", "experiment_tag", "config")}
+            fields = {name: getattr(self.trial, name) for name in ("trial_id", "experiment_tag", "config")}
             added = autofill(result.step, self._began, self._last, now := time.time())
             self._last = now
-            self.trial.last_result = {**added, **own, **result.metrics}
+            self.trial.last_result = {**added, **fields, **result.metrics}
             self.log_trial_result(result.step, self.trial, self.trial.last_result)
 
     def on_end(self, failed: bool) -> None:
@@ -158,22 +158,22 @@ PROTOCOLS: tuple[tuple[type[Callback], tuple[str, ...], tuple[str, ...]], ...] =
 
 def make_callback_list(callbacks: Any, *, history: History | None = None) -> CallbackList:
     """List a function trainer's callbacks, its history first. Raise ConfigError for others."""
-    own = [history] if history is not None else []
-    return CallbackList([*own, *check_callbacks(callbacks, _adapt)])
+    histories = [history] if history is not None else []
+    return CallbackList([*histories, *check_callbacks(callbacks, _adapt)])
 
 
-def _adapt(given: Any) -> Any:
+def _adapt(callback: Any) -> Any:
     """Make a Callback that calls the object's methods, if it has those of v1 or of Ray Tune."""
-    if isinstance(given, Callback):
-        return given
+    if isinstance(callback, Callback):
+        return callback
     for base, required, optional in PROTOCOLS:
-        if all(callable(getattr(given, name, None)) for name in required):
-            adapter = type(type(given).__name__, (base,), {})()  # logs show the user's class
+        if all(callable(getattr(callback, name, None)) for name in required):
+            adapter = type(type(callback).__name__, (base,), {})()  # logs show the user's class
             for name in (*required, *optional):
-                if hasattr(given, name):
-                    setattr(adapter, name, getattr(given, name))
+                if hasattr(callback, name):
+                    setattr(adapter, name, getattr(callback, name))
             return adapter
-    return given
+    return callback
 
 
 def autofill(count: int, began: float, last: float, now: float) -> dict[str, Any]:

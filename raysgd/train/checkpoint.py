@@ -59,9 +59,9 @@ class Checkpoint:
         """Make a checkpoint of the dictionary `data`, in memory."""
         if not isinstance(data, Mapping):
             raise ConfigError(f"Checkpoint.from_dict takes a dict, got {data!r}")
-        made = cls.__new__(cls)
-        made._place, made._data, made._trusted = None, dict(data), True
-        return made
+        checkpoint = cls.__new__(cls)
+        checkpoint._place, checkpoint._data, checkpoint._trusted = None, dict(data), True
+        return checkpoint
 
     @classmethod
     def from_directory(cls, path: str | Path, *, trusted: bool = False) -> Checkpoint:
@@ -75,12 +75,12 @@ class Checkpoint:
     def from_uri(cls, uri: str | Path | Uri, *, trusted: bool = False) -> Checkpoint:
         """Open the checkpoint at `uri`, such as `s3://bucket/name`, `file:///folder/name`, or a
         path, without copying it. It may be `trusted`."""
-        made = cls(uri, trusted=trusted)
-        if not made._stored().exists():
+        checkpoint = cls(uri, trusted=trusted)
+        if not checkpoint._stored().exists():
             raise CheckpointError(
                 f"there is no complete checkpoint at {mask(str(uri))}: neither a file, nor a completely written folder"
             )
-        return made
+        return checkpoint
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, *, trusted: bool = False) -> Checkpoint:
@@ -89,17 +89,17 @@ class Checkpoint:
         if not is_directory(data):
             return cls.from_dict(_read(data, "these bytes", trusted))
         target = tempfile.mkdtemp(prefix="raysgd-checkpoint-")
-        made = cls(target, trusted=trusted)
-        weakref.finalize(made, _remove, target, os.getpid())
+        checkpoint = cls(target, trusted=trusted)
+        weakref.finalize(checkpoint, _remove, target, os.getpid())
         folders.unpack(bytes(data), Path(target))
-        return made
+        return checkpoint
 
     @classmethod
     def from_checkpoint(cls, other: Checkpoint) -> Checkpoint:
         """Make an object of this class from the checkpoint `other`."""
-        made = cls.__new__(cls)
-        vars(made).update(vars(other), _other=other)  # which may own a temporary folder
-        return made
+        checkpoint = cls.__new__(cls)
+        vars(checkpoint).update(vars(other), _other=other)  # which may own a temporary folder
+        return checkpoint
 
     def to_bytes(self, *, pickler: Any = pickle.Pickler) -> bytes:
         """Pack the checkpoint into bytes: a dictionary, which the class `pickler` pickles, or a tar
@@ -224,17 +224,17 @@ class Checkpoint:
     def get_metadata(self) -> dict[str, Any]:
         """Read the metadata, by default an empty dict."""
         if not self._is_folder():
-            where, found = "the checkpoint", self.to_dict().get(METADATA_KEY, {})
+            where, value = "the checkpoint", self.to_dict().get(METADATA_KEY, {})
         else:
-            where, found = f"{self._stored() / METADATA_FILE}", {}
+            where, value = f"{self._stored() / METADATA_FILE}", {}
             if self._has(METADATA_FILE):
                 try:
-                    found = json.loads(self._listed(METADATA_FILE))
+                    value = json.loads(self._listed(METADATA_FILE))
                 except (ValueError, RecursionError) as error:
                     raise CheckpointError(f"{where} is damaged: it is not JSON ({error})") from error
-        if not isinstance(found, Mapping):
-            raise CheckpointError(f"{where} is damaged: metadata must be a dictionary, found a {type(found).__name__}")
-        return dict(found)
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"{where} is damaged: metadata must be a dictionary, found a {type(value).__name__}")
+        return dict(value)
 
     @property
     def can_have_metadata(self) -> bool:
@@ -266,10 +266,10 @@ class Checkpoint:
 def _check_free(where: Place) -> None:
     """Raise CheckpointError if there are other files already, because these must not be deleted."""
     if isinstance(where, Uri):
-        taken = not where.is_dir() and (where.is_file() or bool(locations.names(where)))
+        is_taken = not where.is_dir() and (where.is_file() or bool(locations.names(where)))
     else:
-        taken = where.is_file() or (where.is_dir() and any(where.iterdir()))
-    if taken:
+        is_taken = where.is_file() or (where.is_dir() and any(where.iterdir()))
+    if is_taken:
         raise CheckpointError(f"there is something else at {where} already: use a new or empty folder")
 
 

@@ -44,8 +44,8 @@ def describe() -> dict[str, Any]:
 
 def newest_checkpoint() -> Checkpoint | None:
     """The trial's checkpoint."""
-    found = _tune().get_checkpoint()
-    return None if found is None else Checkpoint.from_bytes(bytes_of(found), trusted=True)
+    checkpoint = _tune().get_checkpoint()
+    return None if checkpoint is None else Checkpoint.from_bytes(bytes_of(checkpoint), trusted=True)
 
 
 def report(metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
@@ -55,12 +55,12 @@ def report(metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
     if checkpoint is None or isinstance(checkpoint, tune.Checkpoint):
         tune.report(values, checkpoint=checkpoint)
         return
-    own = Checkpoint.from_dict(checkpoint) if isinstance(checkpoint, Mapping) else checkpoint
-    if not isinstance(own, Checkpoint):
+    ours = Checkpoint.from_dict(checkpoint) if isinstance(checkpoint, Mapping) else checkpoint
+    if not isinstance(ours, Checkpoint):
         raise ConfigError(
             f"checkpoint must be a raysgd.train.Checkpoint, a dict or a checkpoint of Ray, got {checkpoint!r}"
         )
-    with stored(own) as checkpoint:
+    with stored(ours) as checkpoint:
         tune.report(values, checkpoint=checkpoint)
 
 

@@ -42,13 +42,13 @@ def distribute(loader: DataLoader[Any], rank_info: RankInfo) -> DataLoader[Any]:
     if isinstance(loader.dataset, IterableDataset):
         return loader
     own_batches = loader.batch_size is None and loader.batch_sampler is not None
-    given: Any = loader.batch_sampler if own_batches else loader.sampler
-    if isinstance(getattr(given, "sampler", given), DistributedSampler):
+    original: Any = loader.batch_sampler if own_batches else loader.sampler
+    if isinstance(getattr(original, "sampler", original), DistributedSampler):
         return loader
-    shuffles, rows = type(given) is RandomSampler and not given.replacement, len(loader.dataset)  # type: ignore[arg-type]
-    if not (shuffles or type(given) is SequentialSampler) or len(given) != rows:
+    shuffles, rows = type(original) is RandomSampler and not original.replacement, len(loader.dataset)  # type: ignore[arg-type]
+    if not (shuffles or type(original) is SequentialSampler) or len(original) != rows:
         raise ConfigError(
-            f"the loader has a custom sampler ({type(given).__name__}), which raysgd cannot divide among "
+            f"the loader has a custom sampler ({type(original).__name__}), which raysgd cannot divide among "
             f"{rank_info.world_size} workers: pass add_dist_sampler=False and divide it yourself, or omit the sampler"
         )
     sampler: DistributedSampler[Any] = DistributedSampler(
@@ -131,7 +131,7 @@ class ElasticLoader:
         self._seed: int | None = None  # of the default generator in an earlier attempt
         self._loads = 0  # of a state, which ends the batches of a loop
         # Whether the loop has all batches of the epoch: if it counts them, it never asks for the end.
-        self._given = False
+        self._has_all = False
         self._asks = False  # whether a loop has yet to learn how many batches a restored epoch has left
 
     def __iter__(self) -> Iterator[Any]:
@@ -139,10 +139,10 @@ class ElasticLoader:
         return self._read_batches(self._continue_epoch(), self._loads)
 
     def _continue_epoch(self) -> Iterator[Drawn]:
-        if not self._open or self._given:
+        if not self._open or self._has_all:
             self._begin_epoch()
-            self._offset, self._open, self._given = 0, True, False
-        self._given = not self._count_left()
+            self._offset, self._open, self._has_all = 0, True, False
+        self._has_all = not self._count_left()
         return self._source.batches(self._rank_info, self._offset)
 
     def _begin_epoch(self) -> None:
@@ -159,7 +159,7 @@ class ElasticLoader:
         while True:
             for drawn in batches:
                 self._offset = drawn.offset
-                self._given, self._asks = not self._count_left(), False
+                self._has_all, self._asks = not self._count_left(), False
                 yield drawn.batch if self._device is None else move(drawn.batch, self._device)
             if loads == self._loads:
                 break
@@ -170,7 +170,7 @@ class ElasticLoader:
         """How many batches each rank has left of the open epoch, or those of a new one."""
         loader, workers = self._source.loader, self._rank_info.world_size
         asks, self._asks = self._asks, False
-        if self._open and (asks or not self._given):
+        if self._open and (asks or not self._has_all):
             return self._count_left()
         new = batches_per_epoch(loader, workers, divided=True)
         return len(loader) if new is None else new
@@ -179,7 +179,7 @@ class ElasticLoader:
     def _is_needed(self) -> bool:
         """Whether a commit without it, now, would repeat samples or their orders."""
         shuffles = type(self._source.loader.sampler) is not SequentialSampler
-        return (self._open and not self._given) or (self.epochs_begun > 0 and shuffles)
+        return (self._open and not self._has_all) or (self.epochs_begun > 0 and shuffles)
 
     def _count_left(self) -> int:
         return self._source.steps_left(self._rank_info, self._offset)
@@ -197,7 +197,7 @@ class ElasticLoader:
         if not self.epochs_begun and state["epochs_begun"]:
             self._seed = state.get("seed")
         self.epochs_begun, self._offset, self._open = state["epochs_begun"], state["offset"], state["open"]
-        self._given, self._asks = False, True
+        self._has_all, self._asks = False, True
         self._loads += 1
         self._source.load(state["source"])
 
@@ -215,8 +215,8 @@ class Watch:
     def _note_step(self, optimizer: Any, *_: Any) -> None:
         if optimizer not in self._stepped:
             self._stepped.add(optimizer)
-            own = self._weights_of(optimizer)
-            self._moved, self._checked = self._moved | own, self._checked and not own
+            weights = self._weights_of(optimizer)
+            self._moved, self._checked = self._moved | weights, self._checked and not weights
 
     def _weights(self) -> set[int]:
         modules = [each for each in (*self._parts.values(), *self._prepared) if isinstance(each, nn.Module)]
@@ -233,10 +233,14 @@ class Watch:
             return
         parts = self._parts.values()
         owners = [vars(part) for part in parts if hasattr(part, "__dict__") and not hasattr(part, "get_last_lr")]
-        held = {id(each) for each in (*parts, *leaves(owners))}  # a scheduler's optimizer is not in its state
-        if missing := [each for each in self._needed() if id(each[1]) not in held]:
+        ids = {id(each) for each in (*parts, *leaves(owners))}  # a scheduler's optimizer is not in its state
+        if missing := [each for each in self._needed() if id(each[1]) not in ids]:
             saved = {each.data_ptr() for each in _tensors_in([part.state_dict() for part in parts])}
-            absent = [name for name, _, own in missing if not own or not saved.issuperset(t.data_ptr() for t in own)]
+            absent = [
+                name
+                for name, _, tensors in missing
+                if not tensors or not saved.issuperset(t.data_ptr() for t in tensors)
+            ]
             if lacks := {f'"{name}": {name}': name for name in absent}:
                 raise ConfigError(LACKS % (" and the ".join(lacks.values()), ", ".join(lacks)))
         self._checked = True

@@ -73,8 +73,8 @@ def save_checkpoint(**values: Any) -> None:
 def load_checkpoint() -> dict[str, Any] | None:
     """Load as a dict the run's newest checkpoint, or what it started from, or None. A rank gets
     only its own of this attempt, as from `get_checkpoint`."""
-    found = current("load_checkpoint").checkpoint()
-    return None if found is None else found.to_dict()
+    checkpoint = current("load_checkpoint").checkpoint()
+    return None if checkpoint is None else checkpoint.to_dict()
 
 
 def get_checkpoint() -> Checkpoint | None:
@@ -163,5 +163,5 @@ class TrainContext:
         return self._session.attempt.trial.get("trial_resources")
 
     def _trial(self, name: str) -> str | None:
-        found = self._session.attempt.trial.get(name)
-        return None if found is None else str(found)
+        value = self._session.attempt.trial.get(name)
+        return None if value is None else str(value)

@@ -181,14 +181,14 @@ class Session:
 
     def _pack(self, checkpoint: Checkpoint) -> bytes:
         kind, content = checkpoint.get_internal_representation()
-        own = {PASSES: json.dumps(self.passes)} if self.passes else {}
+        entries = {PASSES: json.dumps(self.passes)} if self.passes else {}
         if kind == "data_dict":
-            checkpoint = Checkpoint.from_dict({TIMESTAMP: int(time.time()), **self._codec.encode(content), **own})
-        elif own and not checkpoint._is_folder():  # one file, which has a dictionary
-            checkpoint = Checkpoint.from_dict({**checkpoint.to_dict(), **own})
-        elif own:
+            checkpoint = Checkpoint.from_dict({TIMESTAMP: int(time.time()), **self._codec.encode(content), **entries})
+        elif entries and not checkpoint._is_folder():  # one file, which has a dictionary
+            checkpoint = Checkpoint.from_dict({**checkpoint.to_dict(), **entries})
+        elif entries:
             checkpoint = Checkpoint.from_checkpoint(checkpoint)
-            checkpoint._added = {PASSES_FILE: own[PASSES].encode()}
+            checkpoint._added = {PASSES_FILE: entries[PASSES].encode()}
         if self.attempt.metadata and checkpoint.can_have_metadata and not checkpoint.get_metadata():
             checkpoint.set_metadata(self.attempt.metadata)
         # Other workers will load it as trusted.
@@ -256,8 +256,8 @@ class Session:
         if self._payload is None:
             return None
         if not is_directory(self._payload):
-            found = Checkpoint.from_bytes(self._payload, trusted=True)
-            return Checkpoint.from_dict(self._codec.decode(found.to_dict())) if self._encoded else found
+            checkpoint = Checkpoint.from_bytes(self._payload, trusted=True)
+            return Checkpoint.from_dict(self._codec.decode(checkpoint.to_dict())) if self._encoded else checkpoint
         if self._unpacked is None:  # only once, because the files may be large
             self._unpacked = Checkpoint.from_bytes(self._payload, trusted=True)
         return self._unpacked
@@ -271,10 +271,10 @@ class Session:
         if self._payload is None:
             return {}
         if is_directory(self._payload):
-            found: Any = folders.member_of(self._payload, PASSES_FILE)
+            content: Any = folders.member_of(self._payload, PASSES_FILE)
         else:
-            found = Checkpoint.from_bytes(self._payload, trusted=True).to_dict().get(PASSES)
-        return dict(json.loads(found or "{}"))
+            content = Checkpoint.from_bytes(self._payload, trusted=True).to_dict().get(PASSES)
+        return dict(json.loads(content or "{}"))
 
     def shard(self, name: str | None) -> Any:
         if not self.attempt.shards:
@@ -308,8 +308,8 @@ class OutsideSession(Session):
 
     @property
     def _trial_id(self) -> str | None:
-        found: str | None = self.attempt.trial.get("trial_id")
-        return found
+        trial_id: str | None = self.attempt.trial.get("trial_id")
+        return trial_id
 
     def set_precision(self, precision: Any) -> None:
         self.precision = precision

@@ -174,14 +174,14 @@ class CheckpointConfig:
         """Compute a score of which larger is better, in either order. NaN is the worst."""
         name = self.checkpoint_score_attribute
         assert name is not None, "the manager scores by time itself"
-        found = plain(checkpoint.get(name, metrics.get(name)))  # a number may be a tensor of one element
-        if not isinstance(found, Real) or isinstance(found, bool):
+        value = plain(checkpoint.get(name, metrics.get(name)))  # a number may be a tensor of one element
+        if not isinstance(value, Real) or isinstance(value, bool):
             names = sorted({*checkpoint, *metrics})
             raise ConfigError(
                 f"checkpoint_score_attribute {name!r} must be a number in every checkpoint, or in the metrics reported "
-                f"with it; got {found!r} (found: {', '.join(names)})"
+                f"with it; got {value!r} (found: {', '.join(names)})"
             )
-        score = float(found) if self.checkpoint_score_order == "max" else -float(found)
+        score = float(value) if self.checkpoint_score_order == "max" else -float(value)
         return -math.inf if math.isnan(score) else score
 
 
@@ -195,16 +195,16 @@ class CheckpointStrategy(CheckpointConfig):
     checkpoint_score_attribute: str | None = TIMESTAMP
 
 
-def check_strategy(given: Any) -> None:
-    if given is not None and not isinstance(given, CheckpointConfig):
+def check_strategy(strategy: Any) -> None:
+    if strategy is not None and not isinstance(strategy, CheckpointConfig):
         wanted = "a raysgd.train.CheckpointStrategy or CheckpointConfig"
-        raise ConfigError(f"checkpoint_strategy must be {wanted}, got {given!r}{rays_own(given)}")
+        raise ConfigError(f"checkpoint_strategy must be {wanted}, got {strategy!r}{rays_own(strategy)}")
 
 
-def rays_own(given: Any) -> str:
+def rays_own(value: Any) -> str:
     """What to do about Ray's own class of this name, whose defaults are others."""
-    name = type(given).__name__
-    if not type(given).__module__.startswith("ray.") or name not in globals():
+    name = type(value).__name__
+    if not type(value).__module__.startswith("ray.") or name not in globals():
         return ""
     return f". This is Ray's own class, whose fields and defaults differ from those of raysgd: from raysgd.train import {name}"
 
@@ -234,9 +234,9 @@ class RunConfig:
             raise ConfigError(f"storage_path must be a directory or a URI, got {self.storage_path!r}")
         kinds = {"failure_config": FailureConfig, "checkpoint_config": CheckpointConfig}
         for name, kind in kinds.items():
-            given = getattr(self, name)
-            if given is not None and not isinstance(given, kind):
-                raise ConfigError(f"{name} must be a raysgd.train.{kind.__name__}, got {given!r}{rays_own(given)}")
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise ConfigError(f"{name} must be a raysgd.train.{kind.__name__}, got {value!r}{rays_own(value)}")
 
     def __copy__(self) -> RunConfig:
         """Raise an error in `ray.tune.Tuner`, which would copy and change its settings."""

@@ -187,10 +187,10 @@ def _in_float32(output: Any) -> Any:
     converted = mapped(_to_float32, output)
     if not isinstance(output, dict) or type(output) is type(converted):
         return converted
-    kept = copy.copy(output)
+    result = copy.copy(output)
     for key, value in converted.items():
-        kept[key] = value
-    return kept
+        result[key] = value
+    return result
 
 
 def _to_float32(value: Any, *_: Any) -> Any:

@@ -117,23 +117,27 @@ def _check_methods(operator_cls: type, base: type) -> None:
     for method, arguments in METHODS.items():
         if not hasattr(base, method):
             continue
-        own = inspect.getattr_static(operator_cls, method)
-        if not inspect.isfunction(own) or own is inspect.getattr_static(base, method):
+        definition = inspect.getattr_static(operator_cls, method)
+        if not inspect.isfunction(definition) or definition is inspect.getattr_static(base, method):
             continue
-        named = {each: None for each in arguments if each == "batch_info" and each in inspect.signature(own).parameters}
+        named = {
+            each: None
+            for each in arguments
+            if each == "batch_info" and each in inspect.signature(definition).parameters
+        }
         try:
-            inspect.signature(own).bind(None, *(each for each in arguments if each not in named), **named)
+            inspect.signature(definition).bind(None, *(each for each in arguments if each not in named), **named)
         except TypeError:
             expected = ", ".join(("self", *arguments))
             raise ConfigError(
-                f"{name}.{method} must take ({expected}), got {method}{inspect.signature(own)}: change its arguments"
+                f"{name}.{method} must take ({expected}), got {method}{inspect.signature(definition)}: change its arguments"
             ) from None
     try:
         inspect.signature(operator_cls).bind(None, settings=None, rank_info=None)
     except TypeError:
-        own = inspect.signature(inspect.getattr_static(operator_cls, "__init__"))
+        definition = inspect.signature(inspect.getattr_static(operator_cls, "__init__"))
         raise ConfigError(
-            f"{name}.__init__ must take (self, config, *, settings, rank_info), got __init__{own}: move its content into "
+            f"{name}.__init__ must take (self, config, *, settings, rank_info), got __init__{definition}: move its content into "
             "setup(self, config), which raysgd calls on each worker, or define __init__(self, *args, **kwargs) and call "
             "super().__init__(*args, **kwargs) in it"
         ) from None

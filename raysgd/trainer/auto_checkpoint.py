@@ -180,11 +180,11 @@ class CheckpointFolder:
     def release(self) -> None:
         """Let other trainers use the folder. A save that is running, which a shutdown by force does
         not wait for, writes nothing there any more."""
-        held = self._writing.acquire(timeout=RELEASE_S)
+        has_lock = self._writing.acquire(timeout=RELEASE_S)
         if self._claim is not None:
             self._claim.release()
             self._claim = None
-        if held:
+        if has_lock:
             self._writing.release()
 
     def __str__(self) -> str:
@@ -216,10 +216,10 @@ class CheckpointFolder:
         """What was stored with a checkpoint: its score, whether that and the loss were finite, the
         history, what the run had `made`, and, of one within a call, what that had `measured`."""
         file = self._file(place, RECORD)
-        found = folders.parse_json(locations.read(file), file)
-        if not _is_record(found):
+        content = folders.parse_json(locations.read(file), file)
+        if not _is_record(content):
             raise CheckpointError(f"{file} is damaged: it is not the record of a checkpoint")
-        return found
+        return content
 
     def is_damaged(self, place: SavedPlace) -> bool:
         """Whether a checkpoint does not have its checksums. An error of the storage is raised
@@ -330,9 +330,9 @@ class CheckpointFolder:
         """Rename what a save would replace, although this run has no record of it."""
         for suffix in (self._suffix, RECORD):
             if place.name + suffix in self._unrecorded:
-                kept = locations.move_aside(self._file(place, suffix))
+                new_path = locations.move_aside(self._file(place, suffix))
                 del self._unrecorded[place.name + suffix]
-                logger.warning("%s is not of this run, and is kept as %s", self._file(place, suffix), kept)
+                logger.warning("%s is not of this run, and is kept as %s", self._file(place, suffix), new_path)
 
     def _file(self, place: SavedPlace, suffix: str | None = None) -> locations.Place:
         return self._where / (place.name + (suffix or self._suffix))
@@ -351,31 +351,31 @@ def is_finite(values: Mapping[str, Any]) -> bool:
 
 def numbers_of(measured: Measured) -> dict[str, Any]:
     """The numbers of a result for a record, and the weights of those that have their own."""
-    found = {name: each for name, each in measured.metrics.items() if isinstance(each, (int, float))}
-    weights = {name: each.weight for name, each in found.items() if isinstance(each, WeightedMean)}
-    numbers = {name: float(each) if name in weights else each for name, each in found.items()}
+    values = {name: each for name, each in measured.metrics.items() if isinstance(each, (int, float))}
+    weights = {name: each.weight for name, each in values.items() if isinstance(each, WeightedMean)}
+    numbers = {name: float(each) if name in weights else each for name, each in values.items()}
     return {"metrics": numbers, "weights": weights, "committed": measured.committed, "drawn": measured.drawn}
 
 
 def measured_in(record: Mapping[str, Any]) -> Measured | None:
     """What the call had measured in which a checkpoint was made, None of one after a call."""
-    found = record.get("measured")
-    if found is None:
+    values = record.get("measured")
+    if values is None:
         return None
-    weighted = {name: WeightedMean(found["metrics"][name], weight) for name, weight in found["weights"].items()}
-    return Measured({**found["metrics"], **weighted}, found["committed"], found.get("drawn", 0))
+    weighted = {name: WeightedMean(values["metrics"][name], weight) for name, weight in values["weights"].items()}
+    return Measured({**values["metrics"], **weighted}, values["committed"], values.get("drawn", 0))
 
 
 def _place_of(name: str, suffix: str) -> SavedPlace | None:
     """The place in the name of a file that `CheckpointFolder` wrote; None for other files."""
-    found = NAME.fullmatch(name.removesuffix(suffix)) if name.endswith(suffix) else None
-    place = SavedPlace(*map(int, found.groups())) if found else None
+    match = NAME.fullmatch(name.removesuffix(suffix)) if name.endswith(suffix) else None
+    place = SavedPlace(*map(int, match.groups())) if match else None
     return place if place is not None and place.name + suffix == name else None
 
 
-def _is_record(found: Mapping[str, Any]) -> bool:
+def _is_record(content: Mapping[str, Any]) -> bool:
     """Whether this is what `save` stores with a checkpoint."""
-    score, history = found.get("score", ""), found.get("history")
+    score, history = content.get("score", ""), content.get("history")
     return (
         (score is None or is_real(score))
         and isinstance(history, list)

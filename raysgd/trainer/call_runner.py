@@ -172,10 +172,10 @@ class CallRunner:
         them."""
         steps = job.call.arguments.get("num_steps")
         call = f"{kind}({'' if steps is None else f'num_steps={steps}'})"
-        if (found := self.place.find_recorded(call)) is not None:
-            self.stop = found.stop
-            self._note_places(kind, found.places)
-            return found.result, found.each
+        if (record := self.place.find_recorded(call)) is not None:
+            self.stop = record.stop
+            self._note_places(kind, record.places)
+            return record.result, record.each
         self._store(caught=True)
         began, self._kind, self._failed, before = time.monotonic(), kind, False, engine.progress.step
         self._size = engine.world_size
@@ -212,12 +212,12 @@ class CallRunner:
     def change(self, call: str, engine: Engine, make: Callable[[], Sequence[Any]]) -> list[Any]:
         """Make a call that changes the state, and return its values, by rank. In a body that an
         earlier script has not ended, do not make it again."""
-        if (found := self.place.find_recorded(call, change=True)) is not None:
-            if found.result is None:
+        if (record := self.place.find_recorded(call, change=True)) is not None:
+            if record.result is None:
                 logger.warning(
                     "%s was made by the last script, and its values are not known. It returns None here", call
                 )
-            return [None] * engine.world_size if found.result is None else list(found.result)
+            return [None] * engine.world_size if record.result is None else list(record.result)
         self._store(caught=True)
         try:
             values = list(make())
@@ -310,7 +310,7 @@ def _by_worker(parts: Sequence[PartialResults]) -> list[dict[str, Any]]:
             by_worker = [*zip(*values, strict=True)]
         else:  # some ranks failed before they measured anything
             by_worker = [(value,) for each in values for value in each]
-        rows += [metrics.merge_measured([[value] for value in own]).metrics for own in by_worker]
+        rows += [metrics.merge_measured([[value] for value in series]).metrics for series in by_worker]
     return rows
 
 

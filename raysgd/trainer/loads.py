@@ -39,19 +39,19 @@ class Loads:
         self._unsaved: Any = None  # what the checkpoint of the newest load does not have
 
     def load(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
-        kept = self._load(path, self.take, trusted=trusted)
+        copy = self._load(path, self.take, trusted=trusted)
         where = locations.place(path)
         where = where.absolute() if isinstance(where, Path) else where
-        self._loaded(partial(self._load, where, trusted=trusted), where, kept)
+        self._loaded(partial(self._load, where, trusted=trusted), where, copy)
 
     def restore(self, data: Any, *, trusted: bool = False) -> None:
         self._restore(data, self.take, trusted=trusted)
         self._loaded(partial(self._restore, data, trusted=trusted))
 
-    def _loaded(self, again: Again, where: locations.Place | None = None, kept: Again | None = None) -> None:
+    def _loaded(self, again: Again, where: locations.Place | None = None, copy: Again | None = None) -> None:
         """Note that all ranks have loaded a state, which this loads again, from a place if it is
-        not in memory. What was `kept` of it loads it, whatever is there then."""
-        self._engine.keep_load(self._snapshot(kept or again, self._engine.changes, unsaved=self._unsaved))
+        not in memory. With a `copy` of it, that loads it, whatever is there then."""
+        self._engine.keep_load(self._snapshot(copy or again, self._engine.changes, unsaved=self._unsaved))
 
     def _snapshot(
         self,
@@ -68,14 +68,14 @@ class Loads:
 
         def load(ask: Ask) -> bool:
             def take(method: Callable[..., Any], arguments: dict[str, Any]) -> None:
-                given = {
+                parameters = {
                     "method": method,
                     "arguments": arguments,
                     "workers": workers,
                     "loads": loads,
                     "unsaved": unsaved,
                 }
-                values = ask(Call(loading.load_again, given))
+                values = ask(Call(loading.load_again, parameters))
                 if values is None:
                     raise _RankFailed
                 raise_refused(values, "Training cannot continue from it")
@@ -98,19 +98,19 @@ class Loads:
         where = locations.usable_place(path)
         if isinstance(where, Uri):
             remote.check_scheme(where)
-        kept, has_checksums = None, True  # a folder has digests
+        copy, has_checksums = None, True  # a folder has digests
         try:
             with readable():
                 is_folder = where.is_dir()
             if is_folder:
                 self._load_folder(where, take, trusted=trusted)
             else:
-                kept, has_checksums = self._load_file(where, take, trusted=trusted)
+                copy, has_checksums = self._load_file(where, take, trusted=trusted)
         except CheckpointError as error:
             raise CheckpointError(str(error) if str(where) in str(error) else f"{where}: {error}") from error
         if not has_checksums:
             locations.warn_without_checksums(where)
-        return kept
+        return copy
 
     def _load_folder(self, folder: locations.Place, take: Take, *, trusted: bool) -> None:
         raise CheckpointError("it is a directory: pass load() the file that save() wrote")

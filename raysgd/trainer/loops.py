@@ -88,7 +88,7 @@ class EpochLoops:
         self._rows_before: int | None = None  # of the history, when the body of the loop began; None outside of it
         self._trained = 0  # how many calls of `train` this body has made
         self._begins = False  # whether the next call is the first one of a loop that no checkpoint continues
-        self._left = 0  # the epoch in which a loop was left, after it had trained
+        self._exit_epoch = 0  # the epoch in which a loop was left, after it had trained
         every = "epoch" if folder is None else folder.settings.every
         self._schedule = Schedule(every, time.monotonic, at=time.monotonic())
         self._saves_within = False  # the running call
@@ -203,7 +203,7 @@ class EpochLoops:
             logger.warning(NO_EPOCHS, number, saved.loop)
         elif done >= count > 0 and not self._is_inside:
             logger.warning(ALL_DONE, count)
-        self._begins, self._left = saved is None or number > saved.loop, 0
+        self._begins, self._exit_epoch = saved is None or number > saved.loop, 0
         for epoch in range(done + 1, count + 1):
             self._done, self._trained = epoch - 1, 0
             self._rows_before = len(self._calls.history) - self._calls.begin_body(number, epoch - 1)
@@ -215,7 +215,7 @@ class EpochLoops:
                         "a loop over trainer.epochs() must not begin inside another one: end the first one"
                     )
             except GeneratorExit:  # by `break`, or an error: that is known when the trainer ends
-                self._left = epoch if number == self._loop and self._trained else self._left
+                self._exit_epoch = epoch if number == self._loop and self._trained else self._exit_epoch
                 raise
             finally:
                 if number == self._loop:
@@ -261,11 +261,11 @@ class EpochLoops:
     def _score(self, rows_before: int, name: str | None) -> float | None:
         """Find the newest value of a metric that was measured in this body. Raise an error if a
         validation did not measure it."""
-        own = name is not None and name.startswith("test_")  # or else a test does not choose the model
-        rows = [row for row in self._calls.history[rows_before:] if own or row["kind"] != "test"]
-        found = [row[name] for row in rows if isinstance(row.get(name), (int, float))] if name is not None else []
-        if found or name is None:
-            return float(found[-1]) if found else None
+        is_of_test = name is not None and name.startswith("test_")  # or else a test does not choose the model
+        rows = [row for row in self._calls.history[rows_before:] if is_of_test or row["kind"] != "test"]
+        values = [row[name] for row in rows if isinstance(row.get(name), (int, float))] if name is not None else []
+        if values or name is None:
+            return float(values[-1]) if values else None
         if any(row["kind"] == "validate" for row in rows):
             measured = {each for row in rows for each, value in row.items() if isinstance(value, (int, float))}
             raise unmeasured(f"AutoCheckpoint(best={name!r})", name, measured)
@@ -292,8 +292,8 @@ class EpochLoops:
 
     def _warn_of_missing(self, folder: CheckpointFolder) -> None:
         """Warn of checkpoints that the user may miss, after loops that no error has ended."""
-        if self._left:
-            logger.warning(LEFT, self._left, folder.path(folder.latest) or "none")
+        if self._exit_epoch:
+            logger.warning(LEFT, self._exit_epoch, folder.path(folder.latest) or "none")
         if folder.settings.best is not None and self._loop and self._done and folder.best is None:
             logger.warning(NEVER_MEASURED, folder.settings.best)
 
@@ -365,8 +365,8 @@ class EpochLoops:
             return None
 
         def start(path: str) -> Callable[[], Any]:
-            given, self._handle = self._saves.hand_out(path)
-            arguments.update(given)
+            more, self._handle = self._saves.hand_out(path)
+            arguments.update(more)
             return self._handle.result
 
         folder.save(

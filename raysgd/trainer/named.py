@@ -37,8 +37,8 @@ class NamedCalls(CallRunner):
     that was running.
     """
 
-    def __init__(self, factory: OperatorReplicaFactory, *given: Any, **more: Any) -> None:
-        super().__init__(*given, **more)
+    def __init__(self, factory: OperatorReplicaFactory, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
         self._factory = factory
         self._stored = 0  # rows in the record
         self._evaluated: dict[str, Any] = {}  # before the body that was running
@@ -64,10 +64,10 @@ class NamedCalls(CallRunner):
         before = pickle.loads(record[STATE]) if record.get(STATE) else {}
         if before:
             self._check_equal(before["settings"])
-        found = {each: before.get(each) for each in ("trained", "reached")}
+        progress = {each: before.get(each) for each in ("trained", "reached")}
         tenure.leaves = False
         try:
-            self.attached = engine.attach(**found, recoveries=before.get("recoveries", ()))
+            self.attached = engine.attach(**progress, recoveries=before.get("recoveries", ()))
             if self.attached:
                 self._continue(before)
         except BaseException:
@@ -84,10 +84,10 @@ class NamedCalls(CallRunner):
 
     def _continue(self, before: Mapping[str, Any]) -> None:
         """Continue where the last script was."""
-        engine, (loop, done), made = self._engine, before["place"], list(before["made"])
+        engine, (loop, done), calls = self._engine, before["place"], list(before["made"])
         if engine.progress.loads > before["changes"]:  # it has ended before it could note a change
-            made.append(Made("", None))
-        self.place.resume(loop, done, made)
+            calls.append(Made("", None))
+        self.place.resume(loop, done, calls)
         self._evaluated, self._stored = before["evaluated"], before["rows"]
         self.evaluated.update(self._evaluated)
         logger.warning(
@@ -161,8 +161,8 @@ class NamedCalls(CallRunner):
         """Forget the newest call with an error, if this is the error, which has ended the script,
         and the evaluations after it: the next script makes them again. Return whether there were
         any after it."""
-        (known, made), calls = self.place.raised, self.place.made
-        at = next((number for number, each in enumerate(calls) if each is made), None)
+        (known, record), calls = self.place.raised, self.place.made
+        at = next((number for number, each in enumerate(calls) if each is record), None)
         while error is not None and error is not known:
             error = error.__cause__ or error.__context__
         if error is None or at is None or any(_trains(each) for each in calls[at + 1 :]):
@@ -247,9 +247,9 @@ def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
         yield name, re.sub(r" at 0x\w+", "", shown(ordered, 1 << 16))
 
 
-def _trains(made: Made) -> bool:
+def _trains(record: Made) -> bool:
     """Whether a call has changed the state."""
-    return not made.call.startswith(RAISED) and (made.each is None or made.call.startswith("train("))
+    return not record.call.startswith(RAISED) and (record.each is None or record.call.startswith("train("))
 
 
 def last_error() -> BaseException | None:

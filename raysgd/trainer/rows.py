@@ -30,7 +30,7 @@ class RowsCheck:
         if self._said.get(worker) == said:
             return []
         self._said[worker] = said
-        found = []
+        warnings = []
         for other in self._said.values():
             if other[0] == rank or other[1] == partial.rows:
                 continue  # so that a report of one of a thousand ranks costs little
@@ -38,7 +38,7 @@ class RowsCheck:
             differ = {loader for loader in ours if ours[loader] != theirs.get(loader, ours[loader])}
             for loader in sorted(differ - self._warned):
                 self._warned.add(loader)
-                found.append(
+                warnings.append(
                     OTHER_ROWS.format(loader=loader, low=low, high=high, ours=ours[loader], theirs=theirs[loader])
                 )
-        return found
+        return warnings

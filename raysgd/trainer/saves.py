@@ -47,8 +47,8 @@ class DraftOfSave(Protocol):
     def size(self) -> int:
         """How much of it has been written, as far as that is known."""
 
-    def complete(self, reports: Sequence[Report], given: Callable[[], Any]) -> None:
-        """Give the draft its name. `reports` are those of the workers that have written; `given`
+    def complete(self, reports: Sequence[Report], content: Callable[[], Any]) -> None:
+        """Give the draft its name. `reports` are those of the workers that have written; `content`
         returns what the first of them gave."""
 
     def drop(self) -> None:
@@ -69,10 +69,10 @@ class FileDraft(locations.Draft):
     def size(self) -> int:
         return os.stat(self.temporary).st_size
 
-    def complete(self, reports: Sequence[Report], given: Callable[[], Any]) -> None:
+    def complete(self, reports: Sequence[Report], content: Callable[[], Any]) -> None:
         (report,) = reports
         if report.get("given"):
-            self.file.write_all(given())
+            self.file.write_all(content())
         else:
             self._compare(report)
         self.keep()
@@ -217,10 +217,10 @@ class _Save:
             self._draft.drop()
 
 
-def _report_of(given: Future[Report | None]) -> Report:
+def _report_of(answer: Future[Report | None]) -> Report:
     """Read what a worker reported about its part. Raise its error."""
     try:
-        report = given.result() or {}
+        report = answer.result() or {}
     except ConnectionError as error:
         raise WriterFailed(f"the worker that was sending the checkpoint failed ({error})") from error
     if "error" in report:

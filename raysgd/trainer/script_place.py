@@ -48,18 +48,18 @@ class ScriptPlace:
         self.raised: tuple[BaseException | None, Made | None] = None, None  # the newest error of a call
         self._resumed: tuple[int, int] | None = None
         self._before: list[Made] = []  # of the body that an earlier script has not ended
-        self._left: list[Made] = []  # those that this one has not come to yet
+        self._rest: list[Made] = []  # those that this one has not come to yet
 
-    def resume(self, loop: int, done: int, made: Sequence[Sequence[Any]]) -> None:
+    def resume(self, loop: int, done: int, calls: Sequence[Sequence[Any]]) -> None:
         """Continue where an earlier script was."""
         self.loop, self.done = self._resumed = loop, done
-        self.made = self._before = [Made(*each) for each in made]
+        self.made = self._before = [Made(*each) for each in calls]
 
     def begin_body(self, loop: int, done: int) -> int:
         """Note that a body begins. Return how many rows the history has of it already."""
         self.loop, self.done, self.made, self.raised = loop, done, [], (None, None)
-        self._left = list(self._before) if self.is_resumed else []
-        return sum(each.each is not None for each in self._left)
+        self._rest = list(self._before) if self.is_resumed else []
+        return sum(each.each is not None for each in self._rest)
 
     @property
     def is_resumed(self) -> bool:
@@ -69,32 +69,32 @@ class ScriptPlace:
     def find_recorded(self, call: str, *, change: bool = False) -> Made | None:
         """Find what this call has returned in an earlier script, if it had returned there. Raise
         the error that it had raised, which the script had caught."""
-        if not self._left:
+        if not self._rest:
             return None
-        was, *self._left = self._left
+        was, *self._rest = self._rest
         if was.call == RAISED + call:
             self.made.append(was)
             raise _make_error_again(call, *was.result)
         if was.call != call and not (change and not was.call):
             if was.call:
                 logger.warning("this script calls %s where the last one called %s: the call is made", call, was.call)
-            self._left = []
+            self._rest = []
             return None
         self.made.append(was)
         return was
 
-    def note(self, made: Made) -> None:
+    def note(self, record: Made) -> None:
         if self.made is not self._before:  # a call before the body is not one of it
-            self.made.append(made)
+            self.made.append(record)
 
     def note_error(self, call: str, error: BaseException) -> None:
         """Note an error of user code. Those of machines may not come again."""
         kind = type(error)
         if not isinstance(error, Exception) or (isinstance(error, RaysgdError) and kind is not NonFiniteError):
             return
-        made = Made(RAISED + call, [kind.__module__, kind.__qualname__, text_of(error)])
-        self.raised = error, made
-        self.note(made)
+        record = Made(RAISED + call, [kind.__module__, kind.__qualname__, text_of(error)])
+        self.raised = error, record
+        self.note(record)
 
     def as_json(self) -> list[Any]:
         """The calls of this body for the record of a checkpoint."""

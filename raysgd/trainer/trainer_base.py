@@ -223,8 +223,8 @@ class TrainerBase(ABC):
         results, or with what the operator's `validate` returned there if that is not a dict.
         `profile` and `info` have the same meaning as in `train`.
         """
-        given = {"profile": profile, "reduced": reduce_results, "info": info}
-        return self._evaluate("validate", num_steps, **given, continues=num_steps is not None)
+        arguments = {"profile": profile, "reduced": reduce_results, "info": info}
+        return self._evaluate("validate", num_steps, **arguments, continues=num_steps is not None)
 
     @exclusive
     def test(
@@ -243,18 +243,18 @@ class TrainerBase(ABC):
         """
         return self._evaluate("test", num_steps, profile=profile, reduced=reduce_results, info=info)
 
-    def _evaluate(self, kind: Kind, num_steps: int | None, **given: Any) -> Any:
+    def _evaluate(self, kind: Kind, num_steps: int | None, **values: Any) -> Any:
         """Call `Evaluations.run` on all ranks."""
         num_steps = self._validation_steps if num_steps is None and kind == "validate" else num_steps
-        given = {"num_steps": num_steps, "profile": False, "reduced": True, "info": None, **given}
-        check_call(num_steps, 0, given["info"])
-        check_flags(profile=given["profile"], reduce_results=given["reduced"])
-        number, given["places"] = self._calls.evaluated[kind]  # one that an error ends is made again under its number
-        given |= {"call": number + 1, "info": self._packed(given["info"] and dict(given["info"]))}
+        values = {"num_steps": num_steps, "profile": False, "reduced": True, "info": None, **values}
+        check_call(num_steps, 0, values["info"])
+        check_flags(profile=values["profile"], reduce_results=values["reduced"])
+        number, values["places"] = self._calls.evaluated[kind]  # one that an error ends is made again under its number
+        values |= {"call": number + 1, "info": self._packed(values["info"] and dict(values["info"]))}
         self._saves.raise_failed()
         method = evaluation.validate if kind == "validate" else evaluation.test
-        result, each = self._calls.measure(self._engine, kind, Job(Call(method, given)))
-        return result if given["reduced"] else each
+        result, each = self._calls.measure(self._engine, kind, Job(Call(method, values)))
+        return result if values["reduced"] else each
 
     def _packed(self, value: Any) -> Any:
         """A user's object in the form in which it is sent to the workers."""
@@ -277,8 +277,8 @@ class TrainerBase(ABC):
         if not callable(fn):
             raise ConfigError(f"fn must be a function, got {fn!r}")
         self._saves.raise_failed()
-        given = getattr(fn, "__qualname__", type(fn).__name__)
-        return self._change(f"{name}({given})", Call(method, {"function": self._packed(fn)}))
+        fn_name = getattr(fn, "__qualname__", type(fn).__name__)
+        return self._change(f"{name}({fn_name})", Call(method, {"function": self._packed(fn)}))
 
     def _change(self, name: str, call: Call) -> list[Any]:
         """Make a call that changes the state, once in its place. Return its values, by rank."""
@@ -304,21 +304,21 @@ class TrainerBase(ABC):
         for kind, (number, _) in self._calls.evaluated.items():
             self._calls.evaluated[kind] = number, None  # the loaded state has its own places
 
-    def _values(self, method: Callable[..., Any], **given: Any) -> list[Any]:
+    def _values(self, method: Callable[..., Any], **arguments: Any) -> list[Any]:
         """Call a function of replicas on every rank, and return its values in rank order."""
-        return self._engine.run(Job(Call(method, given)))[-1].values
+        return self._engine.run(Job(Call(method, arguments)))[-1].values
 
-    def _predicted(self, method: Callable[..., Any], **given: Any) -> list[Any]:
+    def _predicted(self, method: Callable[..., Any], **arguments: Any) -> list[Any]:
         """Call a function that predicts: the same numbers, and others than in earlier predictions,
         belong to its number. Return the outputs in the order of the data."""
         self._predictions += 1
-        ranks = self._values(method, **given, number=self._predictions)
-        outputs = sorted((pair for own in ranks for pair in own), key=lambda pair: pair[0])
+        ranks = self._values(method, **arguments, number=self._predictions)
+        outputs = sorted((pair for pairs in ranks for pair in pairs), key=lambda pair: pair[0])
         return [output for _, output in outputs]
 
-    def _first(self, method: Callable[..., Any], **given: Any) -> Any:
+    def _first(self, method: Callable[..., Any], **arguments: Any) -> Any:
         self._saves.raise_failed()
-        return self._values(method, **given)[0]
+        return self._values(method, **arguments)[0]
 
     def _inline_operator(self) -> Any:
         """The operator that trains in this process; None if the workers are other processes."""

@@ -51,12 +51,12 @@ class Contents:
 
     def __init__(self, progress: Progress, ranks: int, before: Sequence[Sequence[Measured]]) -> None:
         self.progress, self.ranks, self._before = progress, ranks, before
-        self._found: dict[int, Measured] = {}
+        self._results: dict[int, Measured] = {}
         self._complete = threading.Event()
 
     def add(self, question: Question) -> None:
-        self._found[question.rank] = question.measured
-        if len(self._found) == self.ranks:
+        self._results[question.rank] = question.measured
+        if len(self._results) == self.ranks:
             self._complete.set()
 
     @property
@@ -84,7 +84,7 @@ class Contents:
 
     @property
     def _by_rank(self) -> list[Measured]:
-        return [self._found[rank] for rank in sorted(self._found)]
+        return [self._results[rank] for rank in sorted(self._results)]
 
 
 class WithinCall:
@@ -156,8 +156,8 @@ class WithinCall:
         if isinstance(every, int):
             return (step // every + 1) * every
         per_s = (step - self._from) / max(now - self._since, 1e-6)
-        left = (self._schedule.at + every - now) * per_s
-        batches: int = max(1, min(math.ceil(left), 2 * (step - self._from)))
+        rest = (self._schedule.at + every - now) * per_s
+        batches: int = max(1, min(math.ceil(rest), 2 * (step - self._from)))
         self._from, self._since = step, now
         return step + batches
 

@@ -100,9 +100,9 @@ def torch_trainable(
         def _create_trainer(self, tune_config: dict[str, Any]) -> Any:
             values = dict(tune_config)
             chosen = {name: values.pop(name) for name in RESOURCES if name in values}
-            given = {**arguments, **chosen, "config": {**(arguments.get("config") or {}), **values}}
-            given.pop("use_local", None)
-            return trainer_cls(**given)
+            settings = {**arguments, **chosen, "config": {**(arguments.get("config") or {}), **values}}
+            settings.pop("use_local", None)
+            return trainer_cls(**settings)
 
     return TorchTrainable
 
@@ -168,6 +168,6 @@ def _request_resources(arguments: Mapping[str, Any]) -> Any:
     }
     count = arguments.get("num_workers", 1)
     inline = count == 1 and not arguments.get("use_ray") and worker.keys() == {"CPU", "GPU"}
-    own = {} if arguments.get("use_local") else {"CPU": 1.0}
-    bundles = [{"CPU": 1.0, **worker}] if inline else [own, *[worker] * count]
+    trial = {} if arguments.get("use_local") else {"CPU": 1.0}
+    bundles = [{"CPU": 1.0, **worker}] if inline else [trial, *[worker] * count]
     return make_placement(bundles)

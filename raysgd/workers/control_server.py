@@ -260,9 +260,9 @@ class ControlServer:
         detect_unreachable(peer.socket, self.unreachable_s)
         mine = frames.new_number()
         peer.socket.send(frames.GREETING + mine)
-        given = await self._exactly(peer, frames.NUMBER_BYTES + frames.PROOF_BYTES)
-        numbers = mine + given[: frames.NUMBER_BYTES]
-        if not frames.proves(given[frames.NUMBER_BYTES :], self._key, frames.WORKER, numbers):
+        answer = await self._exactly(peer, frames.NUMBER_BYTES + frames.PROOF_BYTES)
+        numbers = mine + answer[: frames.NUMBER_BYTES]
+        if not frames.proves(answer[frames.NUMBER_BYTES :], self._key, frames.WORKER, numbers):
             raise ValueError("it does not have this trainer's key")
         size, _ = frames.SIZES.unpack(await self._exactly(peer, frames.SIZES.size))
         first: messages.Hello | messages.Open = pickle.loads(await self._exactly(peer, size))

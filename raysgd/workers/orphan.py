@@ -120,25 +120,25 @@ class Left:
 class NamedHost(ReplicaHost):
     """Owns what is `Left`, and the training's state while no replica has it."""
 
-    _kept: Any = None
-    _left = Left(RankInfo(), -1, [])
+    _training_state: Any = None
+    _legacy = Left(RankInfo(), -1, [])
 
     def perform(self, verb: str, arguments: dict[str, Any]) -> Outcome:
-        call = (arguments or self._given)["call"] if verb == "run" else None
+        call = (arguments or self._arguments)["call"] if verb == "run" else None
         outcome = super().perform(verb, arguments)
         if call is not None and call.name == "train":
-            number, left = call.arguments["call"], self._left
-            before = left.parts if number == left.call else []
-            self._left = replace(left, call=number, parts=[*before, (left.rank_info.generation, outcome)])
+            number, legacy = call.arguments["call"], self._legacy
+            before = legacy.parts if number == legacy.call else []
+            self._legacy = replace(legacy, call=number, parts=[*before, (legacy.rank_info.generation, outcome)])
         return outcome
 
     @property
     def holds_state(self) -> bool:
-        return self._kept is not None or super().holds_state
+        return self._training_state is not None or super().holds_state
 
     def _joined(self, rank_info: RankInfo) -> None:
         if not rank_info.solo:
-            self._left = replace(self._left, rank_info=rank_info)
+            self._legacy = replace(self._legacy, rank_info=rank_info)
         super()._joined(rank_info)
 
     def _attach(self, factory: ReplicaFactory) -> Left | None:
@@ -148,13 +148,13 @@ class NamedHost(ReplicaHost):
         self._backend.leave()
         if self.holds_state and self._backend.in_place:
             if self._replica is not None:
-                self._kept = self._replica.state()
+                self._training_state = self._replica.state()
                 self._replica.close()
                 self._replica = None
                 gc.collect()  # the new one needs the memory of its model
             self._warm(None, factory, RankInfo(solo=True), {})
             assert self._replica is not None
             replica, self._replica = self._replica, None
-            getattr(replica, "take_over", replica.load)(self._kept)
-            self._replica, self._kept, self._lacks_state = replica, None, False
-        return self._left if self.holds_state else None
+            getattr(replica, "take_over", replica.load)(self._training_state)
+            self._replica, self._training_state, self._lacks_state = replica, None, False
+        return self._legacy if self.holds_state else None

@@ -100,7 +100,7 @@ class RayGroup(WorkerGroupProtocol):
         self._here = ray.get_runtime_context().get_node_id()
         self._actor_class = ray.remote(WorkerActor)
         self._dealers: dict[str, Any] = {}
-        self._given: dict[str, Any] = {}
+        self._datasets: dict[str, Any] = {}
         self._mark = uuid.uuid4().hex[:8]  # for unique names of actors
         self._session = require_ray()
         self._leaving: list[LocalProcess] = []
@@ -153,13 +153,13 @@ class RayGroup(WorkerGroupProtocol):
     def adopt(self) -> list[str]:
         """Let the workers that another driver has left connect to this one, each when it has ended
         what it does."""
-        found = {} if self.tenure is None else self.tenure.find_left_workers()
-        self.control.expected_workers = len(found)
-        for worker, actor in found.items():
+        actors = {} if self.tenure is None else self.tenure.find_left_workers()
+        self.control.expected_workers = len(actors)
+        for worker, actor in actors.items():
             self._handles[worker] = _Handle(actor)
-            taken = actor.adopt.remote(self.control.address_for_workers(), self.term)
-            taken.future().add_done_callback(partial(self._up, worker))
-        return list(found)
+            answer = actor.adopt.remote(self.control.address_for_workers(), self.term)
+            answer.future().add_done_callback(partial(self._up, worker))
+        return list(actors)
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         """Start one call. It ends with a `CallEnded` event, which has the number returned here, or
@@ -242,12 +242,12 @@ class RayGroup(WorkerGroupProtocol):
         if not isinstance(event, WorkerEnded) or event.reason != "worker death":
             return event
         text = nodes.stderr_tail(handle.pid) if handle.node == self._here else ""
-        found = MISMATCH.search(text)
-        if found is None:
+        match = MISMATCH.search(text)
+        if match is None:
             how = handle.process.how_it_ended() if handle.process is not None else ""
             hint = ", which the kernel sends for example when memory runs out" if how.endswith("SIGKILL") else ""
             return replace(event, cause=f"its process {how}{hint}") if how else event
-        return WorkerEnded(event.worker, f"its process was ended by gloo ({found['what']})", OUT_OF_STEP)
+        return WorkerEnded(event.worker, f"its process was ended by gloo ({match['what']})", OUT_OF_STEP)
 
     def _note(self, event: Event, handle: _Handle) -> bool:
         """Update what is known about the worker. Return whether to report the event."""
@@ -278,7 +278,7 @@ class RayGroup(WorkerGroupProtocol):
         from ray import cloudpickle
 
         name = f"{DEALER}-{self._mark}-given-{id(dataset)}"
-        self._given[name] = dataset  # while this reference exists, no other object has the same id
+        self._datasets[name] = dataset  # while this reference exists, no other object has the same id
         self._start_dealer(name, cloudpickle.dumps(dataset) if name not in self._dealers else b"")
         return RowReader(RemoteDealer(name))
 
@@ -352,10 +352,10 @@ class RayGroup(WorkerGroupProtocol):
         """Wait, on exit, until Ray shows that the resources of workers that were dismissed
         meanwhile are free, because the next line of the user's script may need them."""
         running = {worker: h for worker, h in self._handles.items() if h.node and not h.ended}
-        held = {worker: h.actor for worker, h in running.items() if h.node not in self._draining}
-        room = nodes.get_within(ANSWER_S, self.room) if held and self._resources.as_dict() else None
+        actors = {worker: h.actor for worker, h in running.items() if h.node not in self._draining}
+        room = nodes.get_within(ANSWER_S, self.room) if actors and self._resources.as_dict() else None
         yield
-        ended = [actor for worker, actor in held.items() if worker not in self._handles]
+        ended = [actor for worker, actor in actors.items() if worker not in self._handles]
         if room is not None and ended:
             nodes.wait_for_room(self._resources, room.free + len(ended), ended)
 

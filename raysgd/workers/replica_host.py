@@ -66,14 +66,14 @@ class ReplicaHost:
         self._replica: Replica | None = None
         self._rank: int | None = None
         self._lacks_state = self._cut_short = False  # see `Progress`
-        self._given: dict[str, Any] = {}  # what the verb "run" gets if it comes next, and without arguments
+        self._arguments: dict[str, Any] = {}  # what the verb "run" gets if it comes next, and without arguments
         control.collectives, control.ensure_whole = backend.collectives, backend.ensure_whole
         control.is_interruption, control.dumps = backend.is_interruption, dumps
 
     def perform(self, verb: str, arguments: dict[str, Any]) -> Outcome:
-        given, self._given = self._given, {}
+        defaults, self._arguments = self._arguments, {}
         if verb == "run":
-            arguments = arguments or given
+            arguments = arguments or defaults
         call = arguments["call"] if verb == "run" else None
         try:
             value = self._method(verb)(**{name: _opened(value) for name, value in arguments.items()})
@@ -168,7 +168,7 @@ class ReplicaHost:
 
     def _keep(self, **arguments: Any) -> None:
         """Keep the arguments of the next call."""
-        self._given = arguments
+        self._arguments = arguments
 
     def _prepare(self, hook: Callable[[], Any] | None, rank: int | None = None) -> None:
         self._rank = rank
@@ -237,10 +237,10 @@ class ReplicaHost:
 
     def _load(self, transfer: str) -> Interrupted | None:
         assert self._replica is not None
-        taken = []
-        if (ended := self.try_move(lambda: taken.append(self._control.take(transfer)))) is not None:
+        states = []
+        if (ended := self.try_move(lambda: states.append(self._control.take(transfer)))) is not None:
             return ended  # then it has what it had before
-        self._replica.load(taken[0])
+        self._replica.load(states[0])
         self._lacks_state = self._cut_short = False
         return None
 
@@ -290,19 +290,19 @@ def exited(error: SystemExit, called: str, rank: int | None) -> RuntimeError:
 def _users_frame(error: BaseException) -> tuple[str, str]:
     """Find the name of the user's function that was called, and the file and line at which it was.
     An installed library, such as torch's DataLoader, may have called it."""
-    found = []
+    frames = []
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         if not file.startswith("<frozen") and PACKAGE not in Path(file).parents:
             name = frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
-            found.append((is_installed(file), name.rpartition("<locals>.")[2], f"{file}:{line}"))
-    return min(found, key=lambda each: each[0], default=(False, "", "at an unknown line"))[1:]
+            frames.append((is_installed(file), name.rpartition("<locals>.")[2], f"{file}:{line}"))
+    return min(frames, key=lambda each: each[0], default=(False, "", "at an unknown line"))[1:]
 
 
 def _frames(error: BaseException) -> list[str]:
     """The frames that the error passed, innermost first."""
-    found = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    return [f"{code.co_filename}:{line} {code.co_name}" for code, line in reversed(found)]
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return [f"{code.co_filename}:{line} {code.co_name}" for code, line in reversed(frames)]
 
 
 def _formatted(error: BaseException) -> str:

@@ -26,9 +26,9 @@ def readable(text: str, error: BaseException | None = None) -> str:
     process knows. It is unchanged if the user asks for that, or if it may be a fault of raysgd."""
     lines, blocks = text.splitlines(), list[tuple[str, list[str]]]()
     for line in lines:
-        found = FRAME.fullmatch(line)
-        if found:
-            blocks.append(("ours" if _is_ours(found["file"]) else "user", [line]))
+        match = FRAME.fullmatch(line)
+        if match:
+            blocks.append(("ours" if _is_ours(match["file"]) else "user", [line]))
         elif blocks and blocks[-1][0] != "text" and line.startswith("    "):
             blocks[-1][1].append(line)
         else:
@@ -46,8 +46,8 @@ def readable(text: str, error: BaseException | None = None) -> str:
             )
             continue
         for frame in frames:
-            found = FRAME.fullmatch(frame[0])
-            source = linecache.getline(found["file"], int(found["line"])).strip() if found and len(frame) == 1 else ""
+            match = FRAME.fullmatch(frame[0])
+            source = linecache.getline(match["file"], int(match["line"])).strip() if match and len(frame) == 1 else ""
             shown_lines += [*frame, *([f"    {source}"] if source else [])]
     return "\n".join(shown_lines)
 
@@ -71,24 +71,24 @@ def fold_frames(error: BaseException) -> None:
     user asks for them, or the error may be a fault of raysgd."""
     if "raysgd_rank" not in vars(error) or flag_from_environment(FULL_TRACEBACKS):
         return
-    kept: list[TracebackType] = []
+    traces: list[TracebackType] = []
     innermost = ""
     trace = error.__traceback__
     while trace is not None:
         innermost = trace.tb_frame.f_code.co_filename
         if not _is_ours(innermost):
-            kept.append(trace)
+            traces.append(trace)
         trace = trace.tb_next
     remote = isinstance(error.__cause__, RemoteTraceback)  # its own frames are in that text
     if _is_ours(innermost) and not remote and not isinstance(error, RaysgdError):
         return
-    for one, following in itertools.zip_longest(kept, kept[1:]):
+    for one, following in itertools.zip_longest(traces, traces[1:]):
         one.tb_next = following
     # Not by assignment, which an exception class can refuse.
-    BaseException.with_traceback(error, kept[0] if kept else None)
+    BaseException.with_traceback(error, traces[0] if traces else None)
 
 
 def _is_ours(file: str) -> bool:
     """Whether a file, here or on a worker, is part of raysgd, ready-made operators apart."""
-    _, found, place = file.rpartition("/raysgd/")
-    return bool(found) and not place.startswith("operators/") and (PACKAGE / place).is_file()
+    _, separator, place = file.rpartition("/raysgd/")
+    return bool(separator) and not place.startswith("operators/") and (PACKAGE / place).is_file()

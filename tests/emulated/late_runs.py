@@ -268,7 +268,7 @@ def late_batches(operator: type[Behind], options: TrainingOptions) -> dict[str, 
 
     def carry(*given: Any, **named: Any) -> Any:
         carrier = prefetching(*given, **named)
-        Late.streams = stream, carrier._own
+        Late.streams = stream, carrier._stream
         return carrier
 
     for kind, carriers in ((operator, make_carrier), (Late, carry)):

@@ -54,8 +54,8 @@ def proof(key: bytes, side: bytes, numbers: bytes) -> bytes:
     return hmac.digest(key, side + numbers, "sha256")
 
 
-def proves(given: bytes | bytearray, key: bytes, side: bytes, numbers: bytes) -> bool:
-    return hmac.compare_digest(given, proof(key, side, numbers))
+def proves(claim: bytes | bytearray, key: bytes, side: bytes, numbers: bytes) -> bool:
+    return hmac.compare_digest(claim, proof(key, side, numbers))
 
 
 def framed(message: Message, body: int = 0) -> bytes:

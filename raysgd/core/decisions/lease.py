@@ -59,13 +59,13 @@ class Lease:
         self.record.update(parts or {})
         return True
 
-    def begin_again(self, term: int, own: list[str], now: float) -> bool:
-        """Forget the record, and the workers, but this driver's `own`: of those before that it
+    def begin_again(self, term: int, mine: list[str], now: float) -> bool:
+        """Forget the record, and the workers, but this driver's `mine`: of those before that it
         could not end, the next one must take over none. Return False if this term is not the newest
         one."""
         if not self.renew(term, None, now):
             return False
-        self.record, self.workers = {}, [each for each in self.workers if each in own]
+        self.record, self.workers = {}, [each for each in self.workers if each in mine]
         return True
 
     def enlist(self, term: int, worker: str, now: float) -> bool:

@@ -137,31 +137,31 @@ def different_calls(outcomes: Mapping[str, Outcome]) -> str:
         if isinstance(outcome, WorkerFailed) and outcome.reason == OUT_OF_STEP:
             return f"rank {rank}: {outcome.cause}"
     finished = {rank: o.collectives for rank, o in ranks if isinstance(o, Ok) and o.collectives >= 0}
-    made = {rank: o.collectives for rank, o in ranks if isinstance(o, Interrupted)}
+    by_rank = {rank: o.collectives for rank, o in ranks if isinstance(o, Interrupted)}
     for rank, outcome in ranks:
         if isinstance(outcome, Interrupted) and not outcome.asked and finished:
             other = min(finished, key=finished.__getitem__)
             if outcome.collectives.waits_in > finished[other]:
                 return f"rank {other} has finished, and rank {rank} is in a collective call after its last one"
-    return _drifted(made) or _ahead(made)
+    return _drifted(by_rank) or _ahead(by_rank)
 
 
-def _drifted(made: Mapping[int, CollectiveCalls]) -> str:
+def _drifted(by_rank: Mapping[int, CollectiveCalls]) -> str:
     """Say which ranks began a step after different numbers of calls: the first such step."""
-    known = [dict(calls.begun) for calls in made.values()]
+    known = [dict(calls.begun) for calls in by_rank.values()]
     for step in sorted(set.intersection(*map(set, known))) if known else []:
-        counts = {rank: begun[step] for rank, begun in zip(made, known, strict=True)}
+        counts = {rank: begun[step] for rank, begun in zip(by_rank, known, strict=True)}
         if len(set(counts.values())) > 1 and min(counts.values()) >= 0:
             listed = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
             return f"before step {step} there had been {listed} collective calls"
     return ""
 
 
-def _ahead(made: Mapping[int, CollectiveCalls]) -> str:
+def _ahead(by_rank: Mapping[int, CollectiveCalls]) -> str:
     """Say which rank is in a call of a step that another rank has ended with fewer calls."""
-    for rank, calls in made.items():
+    for rank, calls in by_rank.items():
         step = calls.begun[-1][0] if calls.begun else -2
-        for other, theirs in made.items():
+        for other, theirs in by_rank.items():
             if 0 <= (count := dict(theirs.begun).get(step + 1, -1)) < calls.waits_in:
                 ended = counted(count, "collective call")
                 return f"rank {other} has ended step {step} after {ended}, and rank {rank} is in call {calls.waits_in}"

@@ -66,8 +66,8 @@ class SamplingPlan:
     deal: tuple[int, ...] = ()
 
     def steps_left(self, offset: int) -> int:
-        left = max(self.total - offset, 0)
-        return left // self.step_size if self.drop_last else -(-left // self.step_size)
+        rest = max(self.total - offset, 0)
+        return rest // self.step_size if self.drop_last else -(-rest // self.step_size)
 
     def offset_after(self, offset: int) -> int:
         """The offset after the step that begins at `offset`."""
@@ -77,28 +77,28 @@ class SamplingPlan:
         """The parts of the step that begins at `offset`."""
         units = max(self.offset_after(offset) - offset, 0)
         base, extra = divmod(units, self.parts)
-        found = []
+        shares = []
         for part in range(min(units, self.parts)):
             start, size = offset + part * base + min(part, extra), base + (part < extra)
             weight = size * self.world_size / units
-            found.append(RankShare(start, start + size, True, units, weight, part=part))
-        return found
+            shares.append(RankShare(start, start + size, True, units, weight, part=part))
+        return shares
 
     def of_rank(self, rank: int, offset: int) -> list[RankShare]:
         """One rank's parts of the step that begins at `offset`: the same in each step. If it pads
         without a deal, all ranks have equally many, and repeat units if they have fewer."""
-        parts, found = self.step_at(offset), list[RankShare]()
+        parts, shares = self.step_at(offset), list[RankShare]()
         base, extra = (0, 0) if self.deal else divmod(self.parts, self.world_size)
         first = sum(self.deal[:rank]) + rank * base + min(rank, extra)
         count = self.deal[rank] if self.deal else base + (rank < extra)
         for place in range(first, first + count):
             if place < len(parts):
-                found.append(parts[place])
+                shares.append(parts[place])
             elif self.pad and parts:
-                found.append(parts[rank % len(parts)]._replace(fresh=False, weight=0.0, part=place))
-        if self.pad and found and rank >= extra > 0:
-            found.append(found[-1]._replace(fresh=False, weight=0.0))
-        return [*(each._replace(whole=False) for each in found[:-1]), *found[-1:]]
+                shares.append(parts[rank % len(parts)]._replace(fresh=False, weight=0.0, part=place))
+        if self.pad and shares and rank >= extra > 0:
+            shares.append(shares[-1]._replace(fresh=False, weight=0.0))
+        return [*(each._replace(whole=False) for each in shares[:-1]), *shares[-1:]]
 
     def parts_of(self, rank: int, offset: int) -> Iterator[tuple[int, RankShare]]:
         """Yield one rank's parts from `offset` to the end, each after the offset after its step."""
@@ -125,12 +125,12 @@ def optimizer_steps(calls: int, *, batches: int | None, num_steps: int | None, w
         each = batches if num_steps is None else num_steps
         assert each is not None
         return calls * -(-each // window)
-    steps, left = 0, batches
+    steps, remainder = 0, batches
     for _ in range(calls):
         rest = num_steps
         while rest:
-            part = min(rest, left)
+            part = min(rest, remainder)
             steps += -(-part // window)
             rest -= part
-            left = left - part or batches
+            remainder = remainder - part or batches
     return steps

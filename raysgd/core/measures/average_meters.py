@@ -86,13 +86,13 @@ class AverageMeter:
 
     def _settle(self, read: Mapping[int, Any] | None = None) -> None:
         """Add what waits. `read` has the values of the unread numbers."""
-        found = {key: each.item() for key, each in self._unread().items()} if read is None else read
-        self._last = found.get(id(self._last), self._last)
+        values = {key: each.item() for key, each in self._unread().items()} if read is None else read
+        self._last = values.get(id(self._last), self._last)
         for number, n in self._waiting:
-            weight = found.get(id(n), n)
+            weight = values.get(id(n), n)
             self.count += weight if weight is not n else 0
             if weight:
-                self._sum += found.get(id(number), number) * weight
+                self._sum += values.get(id(number), number) * weight
         self._waiting.clear()
 
 
@@ -142,9 +142,9 @@ class AverageMeterCollection:
             self.update(metrics, n=n)
         self.batch_count -= len(parts) - 1
         for name in parts[-1][0] if len(parts) > 1 else ():
-            found = [_weighted(name, metrics[name], n) for metrics, n in parts if n and name in metrics]
+            pairs = [_weighted(name, metrics[name], n) for metrics, n in parts if n and name in metrics]
             # A weight on the device is not read.
-            numbers = [(number, n) for number, n in found if not isinstance(n, (float, int)) or n]
+            numbers = [(number, n) for number, n in pairs if not isinstance(n, (float, int)) or n]
             if numbers:
                 self._meters[name]._last = sum(number * n for number, n in numbers) / sum(n for _, n in numbers)
 
@@ -185,9 +185,9 @@ class AverageMeterCollection:
 
     def _settle(self) -> None:
         waiting = {key: each for meter in self._meters.values() for key, each in meter._unread().items()}
-        found = dict(zip(waiting, self._read([*waiting.values()]) if waiting else (), strict=True))
+        values = dict(zip(waiting, self._read([*waiting.values()]) if waiting else (), strict=True))
         for meter in self._meters.values():
-            meter._settle(found)
+            meter._settle(values)
 
     def _read(self, waiting: list[Any]) -> list[float]:
         return [each.item() for each in waiting]

@@ -64,9 +64,9 @@ class WeightedMean(float):
     own."""
 
     def __new__(cls, mean: float, weight: float) -> WeightedMean:
-        found = super().__new__(cls, mean)
-        found.weight = weight
-        return found
+        number = super().__new__(cls, mean)
+        number.weight = weight
+        return number
 
     weight: float
 
@@ -83,11 +83,11 @@ def unmeasured(argument: str, metric: str, names: Collection[str]) -> ConfigErro
 
 def refuse_own_names(result: Mapping[Any, Any], *, of: str, names: Set[str] = OWN_NAMES) -> None:
     """Raise ValueError for a metric with the name of one of raysgd's own. `of` says whose."""
-    found = next((name for name in result if name in names), None)
-    if found is not None:
+    clash = next((name for name in result if name in names), None)
+    if clash is not None:
         raise ValueError(
-            f"{of} returned a metric named {found!r}, and raysgd's results have values of their own with the names "
-            f"{', '.join(sorted(names))}: give the metric another name, such as 'my_{found}'"
+            f"{of} returned a metric named {clash!r}, and raysgd's results have values of their own with the names "
+            f"{', '.join(sorted(names))}: give the metric another name, such as 'my_{clash}'"
         )
 
 
@@ -169,7 +169,7 @@ def briefly(measured: Measured | None) -> Measured | None:
 def brief(result: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a result that progress messages contain: its counts and other numbers, 64,000
     characters at most. The rest reaches the driver with the call's result."""
-    kept: dict[str, Any] = {}
+    part: dict[str, Any] = {}
     size = 0
     for name in dict.fromkeys(("epoch", BATCH_COUNT, NUM_SAMPLES, SKIPPED, *result)):
         value = _number_or_none(result.get(name))
@@ -177,8 +177,8 @@ def brief(result: Mapping[str, Any]) -> dict[str, Any]:
             size += len(name) + len(repr(value))
             if size > LONGEST_BRIEF:
                 break
-            kept[name] = value
-    return {str.__str__(name): kept[name] for name in result if name in kept}
+            part[name] = value
+    return {str.__str__(name): part[name] for name in result if name in part}
 
 
 def _number_or_none(value: Any) -> Any:
@@ -194,8 +194,8 @@ def _number_or_none(value: Any) -> Any:
 
 def numbers(result: Mapping[str, Any]) -> Result:
     """The numbers in a result."""
-    kept = {name: _kept(value) for name, value in result.items()}
-    return {name: value for name, value in kept.items() if _is_number(value)}
+    values = {name: _kept(value) for name, value in result.items()}
+    return {name: value for name, value in values.items() if _is_number(value)}
 
 
 def _kept(value: Any) -> Any:
@@ -222,12 +222,12 @@ def _mean(pairs: Sequence[tuple[Any, float]], samples: float) -> Any:
     that users see it."""
     total = sum(weight for _, weight in pairs)
     if len(pairs) == 1:
-        found = float(pairs[0][0])  # exact, however large it is
+        mean = float(pairs[0][0])  # exact, however large it is
     elif total == 0:
-        found = sum(float(value) for value, _ in pairs) / len(pairs)
+        mean = sum(float(value) for value, _ in pairs) / len(pairs)
     else:
-        found = sum(float(value) * weight for value, weight in pairs if weight) / total
-    return found if total == samples else WeightedMean(found, total)
+        mean = sum(float(value) * weight for value, weight in pairs if weight) / total
+    return mean if total == samples else WeightedMean(mean, total)
 
 
 def merge_results(results: Sequence[Mapping[str, Any]], *, of: Literal["ranks", "parts"]) -> Result:
@@ -302,14 +302,14 @@ def merge_call(parts: Sequence[Sequence[Measured]]) -> Result:
     return {name: float(value) if isinstance(value, WeightedMean) else value for name, value in result.items()}
 
 
-def for_all_ranks(result: Mapping[str, Any], ranks: int, own: float, committed: int) -> Result:
+def for_all_ranks(result: Mapping[str, Any], ranks: int, mine: float, committed: int) -> Result:
     """One rank's result of a part with the number of samples of all `ranks`, which have `committed`
-    that many in it, and this one its `own` (0 if that is not known). A number in other units
+    that many in it, and this one its `mine` (0 if that is not known). A number in other units
     (tokens, say) cannot be determined exactly."""
     samples: Any = result.get(NUM_SAMPLES)
     if not _is_number(samples):
         return dict(result)
-    return {**result, NUM_SAMPLES: committed if committed and samples == own else samples * ranks}
+    return {**result, NUM_SAMPLES: committed if committed and samples == mine else samples * ranks}
 
 
 def _ordered(result: Result) -> Result:

@@ -109,7 +109,7 @@ class SpeedWatch:
         self._sums: dict[int, Sums] = {}
         self._ends: deque[Mapping[int, Sums]] = deque([{}], maxlen=WINDOWS + 1)
         self._complete: set[int] = set()  # the ranks that have reached the end of the window
-        self._found, self._logged, self._healthy = Speed(), set[tuple[tuple[int, ...], str]](), 0
+        self._speed, self._logged, self._healthy = Speed(), set[tuple[tuple[int, ...], str]](), 0
 
     def see(self, rank: int, ranks: int, sums: Sums, *, node: str = "", gpus: Sequence[str] = ()) -> str:
         """Note what one of the `ranks` has measured. Return a line for the log if it shows
@@ -126,17 +126,17 @@ class SpeedWatch:
             return ""
         self._complete.clear()
         self._ends.append(dict(self._sums))
-        self._found = self._verdict()
-        self._healthy = 0 if self._found.text else self._healthy + 1
+        self._speed = self._verdict()
+        self._healthy = 0 if self._speed.text else self._healthy + 1
         if self._healthy == FORGOTTEN:
             self._logged.clear()
-        key = self._found.slow, self._found.phase
-        new = self._found.text if key not in self._logged else ""
+        key = self._speed.slow, self._speed.phase
+        new = self._speed.text if key not in self._logged else ""
         self._logged.add(key)
         return new
 
     def now(self) -> Speed:
-        return replace(self._found, ranks=self._between(self._ends[0], dict(self._sums)))
+        return replace(self._speed, ranks=self._between(self._ends[0], dict(self._sums)))
 
     def _verdict(self) -> Speed:
         windows = [self._between(before, after) for before, after in pairwise(self._ends)]
@@ -190,10 +190,10 @@ def _own(ranks: Sequence[RankSpeed]) -> list[float]:
 def _too_long(ranks: Sequence[RankSpeed]) -> list[float]:
     """Return by how many seconds of each second a rank needs longer for a batch than one of usual
     speed with the most parts would: for that one, the others wait in any case."""
-    own = _own(ranks)
-    usual = statistics.median_low([took / each.parts for took, each in zip(own, ranks, strict=True)])
+    seconds = _own(ranks)
+    usual = statistics.median_low([took / each.parts for took, each in zip(seconds, ranks, strict=True)])
     longest, step = usual * max(each.parts for each in ranks), statistics.median(each.batch_seconds for each in ranks)
-    return [(took - longest) / step for took in own]
+    return [(took - longest) / step for took in seconds]
 
 
 def late_ranks(ranks: Sequence[RankSpeed], limit: float) -> set[int]:
@@ -221,8 +221,8 @@ def slow_ranks(ranks: Sequence[RankSpeed], late: Collection[int]) -> Speed:
     waiting, worst = max(zip(_too_long(ranks), ranks, strict=True), key=lambda pair: (pair[1].rank in late, pair[0]))
 
     def shares(name: str) -> tuple[float, float]:
-        own, *usual = (getattr(each, name) / each.batch_seconds for each in (worst, *others))
-        return own, statistics.median(usual)
+        share, *usual = (getattr(each, name) / each.batch_seconds for each in (worst, *others))
+        return share, statistics.median(usual)
 
     data, queued = shares("data_seconds"), shares("queued_seconds")
     nodes = {each.node for each in slow}

@@ -58,11 +58,11 @@ class RankInit:
         self._function = function
 
     def __call__(self, worker_id: int) -> None:
-        own = get_worker_info()
-        assert own is not None
-        shard = own.dataset
+        worker = get_worker_info()
+        assert worker is not None
+        shard = worker.dataset
         assert isinstance(shard, RankShard)
-        info = shard.info(own)
+        info = shard.info(worker)
         with worker_info_seen_as(info):
             self._function(info.id)
 
@@ -79,13 +79,13 @@ class RankShard(IterableDataset[Any]):
             return getattr(self._dataset, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def info(self, own: Any) -> Any:
+    def info(self, worker: Any) -> Any:
         """Make worker info as if the loader processes of all ranks belonged to one loader."""
-        workers = own.num_workers if own is not None else 1
+        workers = worker.num_workers if worker is not None else 1
         return worker_info(
-            id=self._rank * workers + (own.id if own is not None else 0),
+            id=self._rank * workers + (worker.id if worker is not None else 0),
             num_workers=self._world_size * workers,
-            seed=own.seed if own is not None else 0,
+            seed=worker.seed if worker is not None else 0,
             dataset=self._dataset,
         )
 

@@ -50,18 +50,18 @@ class CudaCarrier(DeviceCarrier):
     ) -> None:
         super().__init__(device, channels_last=channels_last)
         self._streams, self._reuse = streams, reuse and not channels_last  # which the step has a copy of
-        self._own = streams.Stream(device)
+        self._stream = streams.Stream(device)
         self._free, self._arrived = deque[_Room](), deque[_Room]()
 
     def send(self, batch: Any) -> Any:
         room = self._free.popleft() if self._free else _Room(self._device, keeps=self._reuse)
-        with self._streams.stream(self._own):
+        with self._streams.stream(self._stream):
             if room.left is not None:
-                self._own.wait_event(room.left)
+                self._stream.wait_event(room.left)
             room.place = 0
             batch = _each_tensor(batch, room.copy)
             room.forget_places_behind()
-            room.copied = self._own.record_event(room.copied)
+            room.copied = self._stream.record_event(room.copied)
         return batch, room
 
     def arrived(self, sent: Any) -> Any:
@@ -112,17 +112,17 @@ class _Room:
         self.place += 1
         ordinary = type(source) is torch.Tensor and source.is_cpu and not source.requires_grad and has_bytes(source)
         if ordinary and place in self.tensors:
-            own, form, _ = self.tensors[place]
+            copy, form, _ = self.tensors[place]
             if form == _form(source):
-                own.copy_(source, non_blocking=True)
-                return own.detach()
-            del own, self.tensors[place]  # before more memory is taken
-        own = source.to(self._device, non_blocking=True)
-        self.new.append(own)
-        if not (self._keeps and ordinary) or own.is_inference():
-            return own
-        self.tensors[place] = own, _form(own), storage_uses(own)
-        return own.detach()
+                copy.copy_(source, non_blocking=True)
+                return copy.detach()
+            del copy, self.tensors[place]  # before more memory is taken
+        copy = source.to(self._device, non_blocking=True)
+        self.new.append(copy)
+        if not (self._keeps and ordinary) or copy.is_inference():
+            return copy
+        self.tensors[place] = copy, _form(copy), storage_uses(copy)
+        return copy.detach()
 
     def forget_places_behind(self) -> None:
         for place in [each for each in self.tensors if each >= self.place]:
@@ -132,7 +132,7 @@ class _Room:
         """Register the stream that works with the batch: the memory was allocated on the one that
         copies, which must not use it again before that when it is freed."""
         if self.working not in (None, working):
-            self.new.extend(own for own, *_ in self.tensors.values())
+            self.new.extend(copy for copy, *_ in self.tensors.values())
         for each in self.new:
             each.record_stream(working)
         self.working = working
@@ -140,8 +140,8 @@ class _Room:
 
     def drop_held(self) -> bool:
         """Leave to its users what is still used, and return whether anything is left."""
-        held = [place for place, (own, _, alone) in self.tensors.items() if storage_uses(own) != alone]
-        for place in held:
+        places = [place for place, (copy, _, alone) in self.tensors.items() if storage_uses(copy) != alone]
+        for place in places:
             del self.tensors[place]
         return bool(self.tensors)
 

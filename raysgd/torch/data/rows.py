@@ -31,12 +31,12 @@ class LoaderRows:
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> LoaderRows:
-        digest, found = 0, False
+        digest, has_indices = 0, False
         for indices in _index_lists([loader.dataset, loader.sampler, loader.batch_sampler], set()):
-            digest, found = zlib.crc32(indices.astype("int64").tobytes(), digest), True
+            digest, has_indices = zlib.crc32(indices.astype("int64").tobytes(), digest), True
         sampler: Any = loader.sampler
         counted = not has_own_batches(loader) and hasattr(type(sampler), "__len__")
-        return cls(len(sampler) if counted else None, f"{digest:08x}" if found else "")
+        return cls(len(sampler) if counted else None, f"{digest:08x}" if has_indices else "")
 
     @property
     def for_ranks(self) -> str:
@@ -55,11 +55,11 @@ def _index_lists(parts: Any, seen: set[int]) -> Iterator[Any]:
         if not isinstance(part, (Dataset, Sampler)) or id(part) in seen:
             continue
         seen.add(id(part))
-        given: Any = part.indices if isinstance(part, (Subset, SubsetRandomSampler)) else ()
-        if isinstance(given, torch.Tensor):
-            given = given.cpu().numpy()
-        if isinstance(given, (list, tuple, range, numpy.ndarray)) and len(given):
-            some = given[:: max(len(given) // MOST_INDICES, 1)]
+        indices: Any = part.indices if isinstance(part, (Subset, SubsetRandomSampler)) else ()
+        if isinstance(indices, torch.Tensor):
+            indices = indices.cpu().numpy()
+        if isinstance(indices, (list, tuple, range, numpy.ndarray)) and len(indices):
+            some = indices[:: max(len(indices) // MOST_INDICES, 1)]
             if isinstance(some[0], (int, numpy.integer)):
                 yield numpy.asarray(some)
         for value in getattr(part, "__dict__", {}).values():

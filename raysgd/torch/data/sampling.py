@@ -113,11 +113,11 @@ class Recipe:
             return cls(samples, len(sampler), seed=sampler.seed + sampler.epoch, shuffle=sampler.shuffle)
         if type(sampler) is not RandomSampler:
             return None
-        samples, count, given = len(sampler.data_source), sampler.num_samples, sampler.generator
-        if given is not None:
-            if given.device.type != "cpu":
+        samples, count, generator = len(sampler.data_source), sampler.num_samples, sampler.generator
+        if generator is not None:
+            if generator.device.type != "cpu":
                 return None
-            return cls(samples, count, state=given.get_state().numpy().tobytes(), replacement=sampler.replacement)
+            return cls(samples, count, state=generator.get_state().numpy().tobytes(), replacement=sampler.replacement)
         ahead = torch.Generator()
         ahead.set_state(torch.get_rng_state())
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=ahead).item())
@@ -173,11 +173,11 @@ def agree(order: Order, recipe: Recipe | None, *, first: bool) -> tuple[Order, R
     recipe, which is small, and the others draw the same order. It first draws the order once more,
     so that a torch whose sampler draws in another way is noticed."""
     sent = (recipe if recipe is not None and _equal(recipe.order(), order) else order) if first else None
-    given = _from_rank_0(sent)
-    if not isinstance(given, Recipe):
-        assert given is not None
-        return given, None
-    return order if first or given == recipe else given.order(), given
+    message = _from_rank_0(sent)
+    if not isinstance(message, Recipe):
+        assert message is not None
+        return message, None
+    return order if first or message == recipe else message.order(), message
 
 
 def _from_rank_0(value: Any) -> Any:
@@ -201,12 +201,12 @@ def _equal(one: Order, other: Order) -> bool:
 
 def random_sources(loader: DataLoader[Any]) -> list[torch.Generator]:
     """The user's generators of the loader and samplers: part of the position."""
-    found: list[torch.Generator] = []
+    sources: list[torch.Generator] = []
     for part in (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
         generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator) and all(generator is not known for known in found):
-            found.append(generator)
-    return found
+        if isinstance(generator, torch.Generator) and all(generator is not known for known in sources):
+            sources.append(generator)
+    return sources
 
 
 class Picker:
@@ -222,7 +222,7 @@ class Picker:
         self._order: Order = range(0)
         self._plan = SamplingPlan(total=0, step_size=1, parts=1, world_size=1)
         self._rank = self._offset = 0
-        self._taken: deque[tuple[int, RankShare]] = deque()
+        self._shares: deque[tuple[int, RankShare]] = deque()
 
     def follow(
         self,
@@ -239,8 +239,8 @@ class Picker:
             order = order.tolist()
         self._order, self._plan, self._rank, self._offset = order, plan, rank, offset
         self._number = None if self.tensors else number  # what gathers draws nothing
-        self._taken = deque()  # a loader's thread may still add to the one before
-        return self._taken
+        self._shares = deque()  # a loader's thread may still add to the one before
+        return self._shares
 
     def _in_samples(self, part: RankShare, after: int) -> RankShare:
         """Give a part the weight of its samples: batches can have different sizes."""
@@ -258,14 +258,14 @@ class Picker:
         return sum(1 for _ in self._plan.parts_of(self._rank, self._offset))
 
     def __iter__(self) -> Iterator[Any]:
-        order, own, taken, number = self._order, self._own_batches, self._taken, self._number
+        order, own_batches, shares, number = self._order, self._own_batches, self._shares, self._number
         unchanged = self.tensors and isinstance(order, (torch.Tensor, range))
         for after, part in self._plan.parts_of(self._rank, self._offset):
-            taken.append((after, self._in_samples(part, after) if own else part))
+            shares.append((after, self._in_samples(part, after) if own_batches else part))
             units: Any = order[part.start : part.stop]
             if not unchanged:
                 units = units.tolist() if isinstance(units, torch.Tensor) else list(units)
-            if own:
+            if own_batches:
                 units = [index for batch in units for index in batch]
             units = units if self._batched else units[0]
             if number is not None and self.elsewhere:
@@ -314,14 +314,14 @@ def split_last_step(order: Order, count: int, offset: int) -> Order:
     Otherwise a rank would have to repeat a batch, although there are enough samples.
     """
     units = list(order)
-    left = (len(units) - offset) % count
-    if left == 0:
+    rest = (len(units) - offset) % count
+    if rest == 0:
         return order
-    tail = [index for batch in units[-left:] for index in batch]
+    tail = [index for batch in units[-rest:] for index in batch]
     if len(tail) < count:
         return order
     parts = SamplingPlan(len(tail), len(tail), parts=count, world_size=count).step_at(0)
-    return [*units[:-left], *(tail[part.start : part.stop] for part in parts)]
+    return [*units[:-rest], *(tail[part.start : part.stop] for part in parts)]
 
 
 # -- gathering: a `TensorDataset` is read with one index operation for each batch, with equal results --------

@@ -112,8 +112,8 @@ class PlannedSource(BatchSource):
     ) -> None:
         self.loader, self._pad, self._division, self._places = loader, pad, division, places
         self._position, self._known = position or Position(), dict[int, tuple[Order, Recipe | None]]()
-        self._own_batches = own = has_own_batches(loader)
-        self._picker = Picker(own_batches=own, batched=own or loader.batch_size is not None)
+        self._own_batches = own_batches = has_own_batches(loader)
+        self._picker = Picker(own_batches=own_batches, batched=own_batches or loader.batch_size is not None)
         self._twin = with_sampler(loader, self._picker, pinned=device is not None and device.type == "cuda")
         self._seed = torch.initial_seed()
         self.order: Order = range(0)
@@ -136,7 +136,7 @@ class PlannedSource(BatchSource):
             self.order, self._recipe = order, recipe = agree(order, recipe, first=rank_info.world_rank == 0)
         if not self._pad:
             known, first = {**self._known, epoch: (order, recipe)}, self._position.call_epoch - 1
-            self._known = {each: found for each, found in known.items() if each >= first}
+            self._known = {each: pair for each, pair in known.items() if each >= first}
 
     def _draw(self, epoch: int, rank_info: RankInfo, shared: bool) -> tuple[Order, Recipe | None]:
         generators = [torch.default_generator, *random_sources(self.loader)]
@@ -174,7 +174,10 @@ class PlannedSource(BatchSource):
         orders = torch.initial_seed() if self._orders is None else self._orders
         drawn = {} if self._places is not None or random_sources(self.loader) else {"orders": orders}
         recipe = {} if self._recipe is None else {"order": None, "recipe": self._recipe}
-        known = {epoch: (order if made is None else None, made) for epoch, (order, made) in self._known.items()}
+        known = {
+            epoch: (order if its_recipe is None else None, its_recipe)
+            for epoch, (order, its_recipe) in self._known.items()
+        }
         return {**self.state(), **drawn, **recipe, **({"known": known} if known else {})}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -187,7 +190,10 @@ class PlannedSource(BatchSource):
         self._recipe = recipe if isinstance(recipe, Recipe) else None
         self.order = range(len(self.loader.sampler)) if order is None else order
         known = {} if self._pad else state.get("known", {})
-        self._known = {epoch: (drawn if made is None else made.order(), made) for epoch, (drawn, made) in known.items()}
+        self._known = {
+            epoch: (drawn if its_recipe is None else its_recipe.order(), its_recipe)
+            for epoch, (drawn, its_recipe) in known.items()
+        }
         self._drop()
         for source, saved in zip(random_sources(self.loader), state.get("generators", ()), strict=False):
             source.set_state(saved)
@@ -216,15 +222,15 @@ class PlannedSource(BatchSource):
             self._seed = seed
             self._twin.generator.manual_seed(seed)  # the processes of the loader get their seeds from it
         number = None if places is None else partial(places.number, epoch=epoch, reading=True)
-        taken = self._picker.follow(self.order, self._plan(rank_info), rank_info.world_rank, offset, number)
+        shares = self._picker.follow(self.order, self._plan(rank_info), rank_info.world_rank, offset, number)
         try:
             with closing(self._batches_of_twin()) as self._live:
                 for batch in self._live:
-                    if not taken:
+                    if not shares:
                         raise RuntimeError(
                             "a DataLoader yields more batches than its sampler: its class must not add any"
                         )
-                    after, part = taken.popleft()
+                    after, part = shares.popleft()
                     assert self._open is not None
                     self._open = (self._open[0], after, self._open[2])
                     units = self.order[part.start : part.stop]
@@ -232,9 +238,9 @@ class PlannedSource(BatchSource):
                     if self._own_batches:
                         rows = [row for own_batch in rows for row in own_batch]
                     samples = None if self.loader.batch_sampler is None else len(rows)
-                    own = part.fresh, part.rows, part.weight, part.whole, rows, part.start, part.part, samples
-                    yield Drawn(batch, after, *own)
-            if taken:
+                    details = part.fresh, part.rows, part.weight, part.whole, rows, part.start, part.part, samples
+                    yield Drawn(batch, after, *details)
+            if shares:
                 raise RuntimeError(ENDED_EARLY)
         except (Exception, DataLoaderFailure):
             self._open = None  # a generator that raised has no more batches, but the epoch has
@@ -259,9 +265,9 @@ class PlannedSource(BatchSource):
         if self._open is not None:
             self._open[2].close()
             self._open = None
-        kept = live_iterator(self._twin)
-        if kept is not None and not (keep or self.loader.persistent_workers):  # for a pass that was not begun
-            end_processes(kept)
+        iterator = live_iterator(self._twin)
+        if iterator is not None and not (keep or self.loader.persistent_workers):  # for a pass that was not begun
+            end_processes(iterator)
             forget_iterator(self._twin)
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int:
@@ -295,9 +301,9 @@ class LiveSource(BatchSource):
         self.loader, self._shard, self._together, self._places = loader, shard, together, places
         self._used: Any = loader
         self._live: Iterator[Any] | None = None
-        self._kept: deque[Drawn] = deque(maxlen=keep)
+        self._last_batches: deque[Drawn] = deque(maxlen=keep)
         self._votes: Any = None
-        self._given = 0
+        self._batch_count = 0
         self._randomness: list[torch.Tensor] = []
         self._place: tuple[int, int] | None = None  # the rank and the number of ranks of the newest part
 
@@ -305,16 +311,16 @@ class LiveSource(BatchSource):
         goes_on = self._live is not None and epoch == self._epoch  # an evaluation continues its pass
         super().begin(epoch, rank_info, shared)
         if not goes_on:
-            self._live, self._given = None, 0
-            self._kept.clear()
+            self._live, self._batch_count = None, 0
+            self._last_batches.clear()
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         """Yield first what was drawn before a worker failed, but was not committed. An evaluation
         that begins elsewhere reads its pass again."""
-        again = [drawn for drawn in self._kept if drawn.offset > offset]
-        if not (self._together or self._given - len(again) == offset or hasattr(self.loader, "__next__")):
-            self._live, self._given, again = None, offset, []
-            self._kept.clear()
+        again = [drawn for drawn in self._last_batches if drawn.offset > offset]
+        if not (self._together or self._batch_count - len(again) == offset or hasattr(self.loader, "__next__")):
+            self._live, self._batch_count, again = None, offset, []
+            self._last_batches.clear()
         if self._live is None:
             self._enter(offset + 1, rank_info)
             self._live = self._opened(rank_info)
@@ -325,11 +331,11 @@ class LiveSource(BatchSource):
             else:
                 self._enter(offset, rank_info)
                 drawn = Drawn(self._next(), offset, part=rank_info.world_rank)
-                self._kept.append(drawn)  # before the vote, which fails if a peer has failed
+                self._last_batches.append(drawn)  # before the vote, which fails if a peer has failed
             if not self._all(rank_info, drawn.batch is not END):
                 self._end(finished=drawn.batch is END)
                 self._live = None
-                self._kept.clear()
+                self._last_batches.clear()
                 return
             yield drawn
 
@@ -341,14 +347,14 @@ class LiveSource(BatchSource):
         """Open a new iterator; in an epoch, one that continues after the returned batches."""
         sources = self._generators()
         now = [source.get_state() for source in sources]
-        if self._given:
+        if self._batch_count:
             for source, begun in zip(sources, self._randomness or now, strict=True):
                 source.set_state(begun)
         else:
             self._randomness = now
         live = LoaderIterator(self._part(rank_info))
-        if self._given:
-            deque(islice(live, self._given), maxlen=0)
+        if self._batch_count:
+            deque(islice(live, self._batch_count), maxlen=0)
             for source, state in zip(sources, now, strict=True):
                 source.set_state(state)
         return live
@@ -368,8 +374,8 @@ class LiveSource(BatchSource):
         return self._used
 
     def _generators(self) -> list[torch.Generator]:
-        own = random_sources(self.loader) if isinstance(self.loader, DataLoader) else []
-        return [torch.default_generator, *own]
+        sources = random_sources(self.loader) if isinstance(self.loader, DataLoader) else []
+        return [torch.default_generator, *sources]
 
     def _next(self) -> Any:
         assert self._live is not None
@@ -378,7 +384,7 @@ class LiveSource(BatchSource):
         except DataLoaderFailure:
             self._live = None
             raise
-        self._given += 1
+        self._batch_count += 1
         return batch
 
     @property

@@ -83,7 +83,7 @@ class StatefulSource(LiveSource):
     def _resume(self, rank_info: RankInfo, offset: int) -> None:
         mark = max((each for each in self._loaded or () if each[0] <= offset), default=None, key=lambda each: each[0])
         if mark is not None and len(mark[1]) == rank_info.world_size:
-            self._marks, self._base, self._given = [mark], (mark[0], *mark[1][rank_info.world_rank]), offset
+            self._marks, self._base, self._batch_count = [mark], (mark[0], *mark[1][rank_info.world_rank]), offset
         elif mark is not None or offset:
             reason = "workers had failed or joined in that epoch"
             if mark is not None:
@@ -113,15 +113,15 @@ class StatefulSource(LiveSource):
             # The state is that of the end of an epoch. Some loaders first find no batch, others begin the next pass.
             first = next(live, END)
             live = chain([first], live) if finished and first is not END else LoaderIterator(loader)
-        deque(islice(live, self._given - at), maxlen=0)
-        for source, kept in zip(sources, now, strict=True):
-            source.set_state(kept)
+        deque(islice(live, self._batch_count - at), maxlen=0)
+        for source, generator_state in zip(sources, now, strict=True):
+            source.set_state(generator_state)
         return live
 
     def _next(self) -> Any:
         batch = super()._next()
-        if self._marking and self._given % MARK_EVERY == 1:  # some loaders have no state before their first batch
-            self._mark(self._given)
+        if self._marking and self._batch_count % MARK_EVERY == 1:  # some loaders have no state before their first batch
+            self._mark(self._batch_count)
         return batch
 
     def _end(self, *, finished: bool) -> None:
@@ -130,16 +130,16 @@ class StatefulSource(LiveSource):
             self._mark(0, finished=finished)  # the position at which the next epoch begins
 
     def _mark(self, at: int, *, finished: bool = False) -> None:
-        own = (copy.deepcopy(self._used.state_dict()), finished)
-        states = [own]
+        mine = (copy.deepcopy(self._used.state_dict()), finished)
+        states = [mine]
         if self._world_size > 1:
-            states = [own] * self._world_size
-            dist.all_gather_object(states, own, group=self._group)
+            states = [mine] * self._world_size
+            dist.all_gather_object(states, mine, group=self._group)
         if not self._marks and self._loses(states):
             return
-        self._base = (at, *own)
+        self._base = (at, *mine)
         self._marks.append((at, states))
-        while len(self._marks) > 1 and self._marks[1][0] <= self._given - self._keep:
+        while len(self._marks) > 1 and self._marks[1][0] <= self._batch_count - self._keep:
             self._marks.pop(0)
 
     def _loses(self, states: list[Any]) -> bool:

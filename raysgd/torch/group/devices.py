@@ -25,18 +25,18 @@ def shared_gpus(rank_infos: Sequence[RankInfo], offers: Sequence[Mapping[str, An
     """
     nodes: dict[int, dict[str, None]] = {}
     for rank_info, offer in zip(rank_infos, offers, strict=True):
-        found = nodes.setdefault(rank_info.node_rank, {})
-        found.update(dict.fromkeys(gpu for gpu in str(offer["gpus"]).split(",") if gpu))
+        gpus = nodes.setdefault(rank_info.node_rank, {})
+        gpus.update(dict.fromkeys(gpu for gpu in str(offer["gpus"]).split(",") if gpu))
     return [",".join(nodes[rank_info.node_rank]) for rank_info in rank_infos]
 
 
-def see_gpus(shared: str, own: str) -> int:
+def see_gpus(shared: str, mine: str) -> int:
     """Make these GPUs visible. Return the index of this rank's own first one among them.
 
     Only before CUDA is used in this process: later the variable means nothing.
     """
     os.environ[VISIBLE] = shared
-    return shared.split(",").index(own.split(",")[0]) if own else 0
+    return shared.split(",").index(mine.split(",")[0]) if mine else 0
 
 
 class OffersGpus:

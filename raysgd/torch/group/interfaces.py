@@ -27,11 +27,11 @@ def interface_towards(host: str, *, variable: str) -> str:
     too. The error names the environment variable that the user can set instead."""
     import psutil  # Ray brings it
 
-    own = address_towards(host)
+    address = address_towards(host)
     for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address.split("%")[0] == own for each in addresses):
+        if any(each.address.split("%")[0] == address for each in addresses):
             return str(name)
     raise RuntimeError(
-        f"no network interface of this machine has the address {own}, which it uses to reach the driver at {host}: set the "
+        f"no network interface of this machine has the address {address}, which it uses to reach the driver at {host}: set the "
         f"environment variable {variable} to the interface that the workers share"
     )

@@ -92,8 +92,8 @@ class TorchBackend(ProcessGroupBackend):
 
     def __getstate__(self) -> dict[str, Any]:
         # These, and the others, cannot be pickled.
-        own = dict.fromkeys(("_store", "_store_before", "_counter", "_counted"))
-        return {**vars(self), **own, "_groups": [], "_groups_before": []}
+        blanks = dict.fromkeys(("_store", "_store_before", "_counter", "_counted"))
+        return {**vars(self), **blanks, "_groups": [], "_groups_before": []}
 
     # -- driver ---------------------------------------------------------------------------------------
 
@@ -139,20 +139,20 @@ class TorchBackend(ProcessGroupBackend):
         store = dist.HashStore() if rank_info.solo else self._connect(settings)  # type: ignore[attr-defined]
         store = dist.PrefixStore(f"generation-{rank_info.generation}", store)  # type: ignore[attr-defined]
         wait_for_all(store, rank_info, limit_s=self._join_s)
-        given: dict[str, Any] = {"store": store, "rank": rank_info.world_rank, "world_size": rank_info.world_size}
-        given["timeout"] = datetime.timedelta(seconds=form_s)
+        arguments: dict[str, Any] = {"store": store, "rank": rank_info.world_rank, "world_size": rank_info.world_size}
+        arguments["timeout"] = datetime.timedelta(seconds=form_s)
         if gloo:
-            self._form_gloo(rank_info, given)
+            self._form_gloo(rank_info, arguments)
         else:
-            nccl.form(**given)
+            nccl.form(**arguments)
             self._check_not_aborted()  # an abort that has found no group is noted by now
             nccl.use()
         self._counter, self._counted = collective_counter(), dist.group.WORLD
 
-    def _form_gloo(self, rank_info: RankInfo, given: dict[str, Any]) -> None:
+    def _form_gloo(self, rank_info: RankInfo, arguments: dict[str, Any]) -> None:
         with self._gloo.forming():
-            dist.init_process_group("gloo", **given)
-        self._gloo.add_remote(exchange_addresses(given["store"], rank_info, self._gloo.own, limit_s=self._join_s))
+            dist.init_process_group("gloo", **arguments)
+        self._gloo.add_remote(exchange_addresses(arguments["store"], rank_info, self._gloo.own, limit_s=self._join_s))
         # The first collective uses each connection, so that a failure of one is a failure to join: a stranger can have taken a
         # peer's place, and a call that comes later would wait for it until a longer limit.
         dist.all_to_all_single(torch.empty(rank_info.world_size), torch.zeros(rank_info.world_size))
@@ -183,10 +183,10 @@ class TorchBackend(ProcessGroupBackend):
         takes this rank for one without peers."""
         ending, info = self._ending, self._rank_info
         ending.noted = True  # first, because `ensure_whole` looks at it after its wait
-        found = groups() if self.name == "nccl" and dist.is_initialized() else []
-        if found and self._ending is ending:  # otherwise, these are the groups of the next generation
-            self._groups = found
-            ending.begin(found, limit_s=nccl.abort_limit_s(info.world_rank, info.world_size))
+        process_groups = groups() if self.name == "nccl" and dist.is_initialized() else []
+        if process_groups and self._ending is ending:  # otherwise, these are the groups of the next generation
+            self._groups = process_groups
+            ending.begin(process_groups, limit_s=nccl.abort_limit_s(info.world_rank, info.world_size))
         if self._connections.shut():
             threading.Thread(target=self._shut_later_ones, args=(ending,), name="raysgd-shut", daemon=True).start()
         self._gloo.shut()
@@ -201,12 +201,12 @@ class TorchBackend(ProcessGroupBackend):
         have ended when they return, or raise an error."""
         if self.name != "nccl" or self._rank_info.world_size == 1:
             return
-        made = calls_made()
-        if unless_seen and made == self._whole_after >= 0:
+        calls = calls_made()
+        if unless_seen and calls == self._whole_after >= 0:
             return
         nccl.wait_for_device()
         self._check_not_aborted()
-        self._whole_after = made
+        self._whole_after = calls
         self._groups_before = []  # they hold buffers of their last calls: up to a copy of all gradients
 
     def _check_not_aborted(self) -> None:

@@ -32,23 +32,23 @@ def share_state(
     layout = packing.pack(state) if dist.get_rank() == giver else None
     begin = share_bytes(b"" if layout is None else layout.begin, giver, device=device, control=control)
     _, *sizes = packing.sizes_in(begin)
-    taken = [*_memory(models, sizes)] if takes else []
-    content = taken if layout is None else list(map(packing.bytes_of, layout.tensors))
+    memory = [*_memory(models, sizes)] if takes else []
+    content = memory if layout is None else list(map(packing.bytes_of, layout.tensors))
     with gloo_within(PIECE_S):
         _broadcast(content, sizes, giver, device=device, control=control)
     if not takes:
         return None
-    found = packing.assembled(begin, taken)
-    return found if models is None or _kinds(found["models"]) == _kinds(models) else copy.deepcopy(found)
+    result = packing.assembled(begin, memory)
+    return result if models is None or _kinds(result["models"]) == _kinds(models) else copy.deepcopy(result)
 
 
 def _memory(models: Any, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
     """Yield memory for tensors of these sizes: first that of the models, if it fits."""
-    held = [] if models is None else packing.pack(models).tensors
-    fits = [each.nbytes for each in held] == sizes[: len(held)] and all(each.is_contiguous() for each in held)
+    tensors = [] if models is None else packing.pack(models).tensors
+    fits = [each.nbytes for each in tensors] == sizes[: len(tensors)] and all(each.is_contiguous() for each in tensors)
     if fits:
-        yield from map(packing.bytes_of, held)
-    for size in sizes[len(held) if fits else 0 :]:
+        yield from map(packing.bytes_of, tensors)
+    for size in sizes[len(tensors) if fits else 0 :]:
         yield torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
@@ -66,13 +66,13 @@ def share_bytes(data: Any, giver: int, *, device: torch.device, control: Control
     with gloo_within(PIECE_S):
         dist.broadcast(size, giver)
         control.ensure_whole()
-        found = bytearray(int(size))
+        result = bytearray(int(size))
         if dist.get_rank() == giver:
-            found[:] = data
-        if found:
-            content = [torch.frombuffer(found, dtype=torch.uint8)]
-            _broadcast(content, [len(found)], giver, device=device, control=control)
-    return found
+            result[:] = data
+        if result:
+            content = [torch.frombuffer(result, dtype=torch.uint8)]
+            _broadcast(content, [len(result)], giver, device=device, control=control)
+    return result
 
 
 def _broadcast(

@@ -32,10 +32,10 @@ class GlooConnections:
 
     def __init__(self) -> None:
         self._before: set[Address] | None = None
-        self._own: set[Address] = set()
+        self._listeners: set[Address] = set()
         self._remote: set[Address] = set()
         self._store: set[Address] = set()
-        self._held: dict[int, socket.socket] = {}  # by the kernel's number
+        self._copies: dict[int, socket.socket] = {}  # by the kernel's number
 
     def __reduce__(self) -> tuple[type[GlooConnections], tuple[()]]:
         return GlooConnections, ()  # another process has sockets of its own
@@ -47,13 +47,13 @@ class GlooConnections:
         try:
             yield
         finally:
-            self._own |= set(_listening()) - self._before
+            self._listeners |= set(_listening()) - self._before
             self._before = None
 
     @property
     def own(self) -> list[Address]:
         """Where gloo listens in this process."""
-        return sorted(self._own)
+        return sorted(self._listeners)
 
     def add_store(self, addresses: Iterable[tuple[str, int]]) -> None:
         """Add the addresses of the group's store."""
@@ -66,14 +66,14 @@ class GlooConnections:
     def hold(self) -> None:
         """Copy those of gloo's connections that are open now."""
         before = self._before
-        own = self._own if before is None else self._own | set(_listening()) - before
+        listeners = self._listeners if before is None else self._listeners | set(_listening()) - before
         for connection in _sockets(listening=False):
             with contextlib.suppress(OSError):  # the connection has ended meanwhile
-                if _plain(connection.getsockname()) in own or _plain(connection.getpeername()) in self._remote:
+                if _plain(connection.getsockname()) in listeners or _plain(connection.getpeername()) in self._remote:
                     number = os.fstat(connection.fileno()).st_ino
-                    if number not in self._held:
+                    if number not in self._copies:
                         # Not `connection.dup()`, which would make the connection blocking, also for gloo.
-                        self._held[number] = _copy(connection.fileno())
+                        self._copies[number] = _copy(connection.fileno())
 
     def shut(self) -> None:
         """Free this rank from a call, or from the store, in which it waits."""
@@ -89,15 +89,15 @@ class GlooConnections:
         self._shut_held(socket.SHUT_WR)
 
     def _shut_held(self, how: int) -> None:
-        for connection in list(self._held.values()):
+        for connection in list(self._copies.values()):
             with contextlib.suppress(OSError):  # the connection has ended meanwhile
                 connection.shutdown(how)
 
     def forget(self) -> None:
         """Forget the group, and close its connections."""
-        self._own, self._remote, self._store = set(), set(), set()
-        while self._held:
-            self._held.popitem()[1].close()
+        self._listeners, self._remote, self._store = set(), set(), set()
+        while self._copies:
+            self._copies.popitem()[1].close()
 
 
 class Connections:
@@ -146,13 +146,13 @@ def _names() -> set[str]:
 
 
 def _descriptors() -> dict[str, int]:
-    found: dict[str, int] = {}
+    descriptors: dict[str, int] = {}
     for descriptor in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
         with contextlib.suppress(OSError):
             name = os.readlink(f"/proc/self/fd/{descriptor}")
             if name.startswith("socket:"):
-                found[name] = int(descriptor)
-    return found
+                descriptors[name] = int(descriptor)
+    return descriptors
 
 
 def _listening() -> Iterator[Address]:
@@ -164,10 +164,10 @@ def _sockets(*, listening: bool, names: set[str] | None = None) -> Iterator[sock
     for name, descriptor in _descriptors().items():
         if names is not None and name not in names:
             continue
-        with contextlib.suppress(OSError), _copy(descriptor) as found:
-            stream = found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
-            if stream and bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) is listening:
-                yield found
+        with contextlib.suppress(OSError), _copy(descriptor) as copy:
+            stream = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
+            if stream and bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) is listening:
+                yield copy
 
 
 def _copy(descriptor: int) -> socket.socket:

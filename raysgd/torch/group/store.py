@@ -170,10 +170,10 @@ def _meet(store: Any, place: str, rank_info: RankInfo, limit_s: float) -> None:
 
 
 def exchange_addresses(
-    store: Any, rank_info: RankInfo, own: Sequence[tuple[str, int]], *, limit_s: float
+    store: Any, rank_info: RankInfo, listeners: Sequence[tuple[str, int]], *, limit_s: float
 ) -> list[tuple[str, int]]:
     """Publish the addresses at which gloo listens in this process. Return those of all ranks."""
-    store.append("gloo", "".join(f"{json.dumps(address)}," for address in own))
+    store.append("gloo", "".join(f"{json.dumps(address)}," for address in listeners))
     _meet(store, "gloo-addresses", rank_info, limit_s)
     addresses = json.loads(f"[{store.get('gloo').decode().rstrip(',')}]")
     return [(str(host), int(port)) for host, port in addresses]
@@ -182,10 +182,10 @@ def exchange_addresses(
 def addresses_of(settings: Mapping[str, Any]) -> list[tuple[str, int]]:
     """The addresses at which this rank can reach the store."""
     try:
-        found = socket.getaddrinfo(settings["host"], settings["port"], type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(settings["host"], settings["port"], type=socket.SOCK_STREAM)
     except OSError as error:
         raise dist.DistNetworkError(f"the host of the rendezvous store cannot be resolved: {error}") from error
-    return [(str(address[0]), int(address[1])) for *_, address in found]
+    return [(str(address[0]), int(address[1])) for *_, address in infos]
 
 
 @contextlib.contextmanager

@@ -125,8 +125,8 @@ def _requiring(trained: Collection[nn.Parameter], model: nn.Module) -> Iterator[
 def sends_buffers(arguments: Mapping[str, Any]) -> bool | None:
     """What these arguments of DistributedDataParallel say about sending buffers in forward passes;
     None if nothing."""
-    found: bool | None = arguments.get("forward_sync_buffers", arguments.get("broadcast_buffers"))
-    return found
+    answer: bool | None = arguments.get("forward_sync_buffers", arguments.get("broadcast_buffers"))
+    return answer
 
 
 def adapt(wrapped: list[nn.Module], arguments: Mapping[str, Any], options: TrainingOptions) -> None:
@@ -159,10 +159,10 @@ def update_together(optimizers: Iterable[Any]) -> None:
     user has left that choice to torch, which makes it on GPUs only. The weights are equal bit by
     bit, and small models take less time. Large models do not, and would need more memory."""
     for optimizer in optimizers:
-        found = [each for group in getattr(optimizer, "param_groups", ()) for each in group["params"]]
-        usual = all(type(each) is nn.Parameter and each.is_cpu and each.dtype in EXACT for each in found)
-        size = sum(each.numel() * each.element_size() for each in found)
-        if type(optimizer) in TOGETHER and usual and len(found) >= FEWEST_TOGETHER and size <= LARGEST_TOGETHER:
+        parameters = [each for group in getattr(optimizer, "param_groups", ()) for each in group["params"]]
+        usual = all(type(each) is nn.Parameter and each.is_cpu and each.dtype in EXACT for each in parameters)
+        size = sum(each.numel() * each.element_size() for each in parameters)
+        if type(optimizer) in TOGETHER and usual and len(parameters) >= FEWEST_TOGETHER and size <= LARGEST_TOGETHER:
             _update_together(optimizer)
 
 

@@ -54,11 +54,11 @@ NOT_WITH_LIGHTNING: Exclusions = (
 def lightning_base(module_cls: Any) -> type:
     """Find the LightningModule class that this one inherits from, of either package."""
     if not isinstance(module_cls, type):
-        given = (
+        text = (
             f"an object of type {type(module_cls).__name__}" if isinstance(module_cls, nn.Module) else repr(module_cls)
         )
         raise ConfigError(
-            f"from_ptl takes a LightningModule class, because each worker creates its own object; got {given}"
+            f"from_ptl takes a LightningModule class, because each worker creates its own object; got {text}"
         )
     for each in module_cls.__mro__:
         if each.__name__ == "LightningModule" and each.__module__.split(".")[0] in PACKAGES:
@@ -77,21 +77,21 @@ def construct(module_cls: type, config: Mapping[str, Any]) -> Any:
     otherwise the keys that are its parameters."""
     parameters = list(inspect.signature(module_cls).parameters.values())
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    given = {"config": config} if "config" in names else {name: config[name] for name in names if name in config}
+    arguments = {"config": config} if "config" in names else {name: config[name] for name in names if name in config}
     needed = [each.name for each in parameters if each.default is each.empty and each.name in names]
-    missing = [name for name in needed if name not in given]
+    missing = [name for name in needed if name not in arguments]
     if missing:
         raise ConfigError(
             f"{module_cls.__name__}.__init__ needs {missing}, and the trainer's config has only {sorted(config)}: add them to the "
             "config, or give __init__ a parameter `config`"
         )
-    return module_cls(**given)
+    return module_cls(**arguments)
 
 
 def overrides(module: Any, base: type, hook: str) -> bool:
     """Whether the module overrides this hook."""
-    own = getattr(type(module), hook, None)
-    return own is not None and own is not getattr(base, hook, None)
+    method = getattr(type(module), hook, None)
+    return method is not None and method is not getattr(base, hook, None)
 
 
 def refuse_unsupported(module: Any, base: type, settings: TorchSettings) -> None:
@@ -99,15 +99,15 @@ def refuse_unsupported(module: Any, base: type, settings: TorchSettings) -> None
     for needed in ("training_step", "configure_optimizers"):
         if not overrides(module, base, needed):
             raise ConfigError(f"{name} has no {needed}, and raysgd cannot train it without one: define it")
-    found = [hook for hook in UNSUPPORTED if overrides(module, base, hook)]
+    hooks = [hook for hook in UNSUPPORTED if overrides(module, base, hook)]
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        found.append("training_step(dataloader_iter)")
+        hooks.append("training_step(dataloader_iter)")
     if not module.automatic_optimization:
-        found.append("automatic_optimization = False")
-    if found:
-        raise ConfigError(f"{name} has {', '.join(found)}, which from_ptl does not support: {INSTEAD}")
-    given = vars(settings.options) | {"from_ptl": name}
-    refuse([({"from_ptl": bool, **values}, why) for values, why in NOT_WITH_LIGHTNING], given)
+        hooks.append("automatic_optimization = False")
+    if hooks:
+        raise ConfigError(f"{name} has {', '.join(hooks)}, which from_ptl does not support: {INSTEAD}")
+    options = vars(settings.options) | {"from_ptl": name}
+    refuse([({"from_ptl": bool, **values}, why) for values, why in NOT_WITH_LIGHTNING], options)
 
 
 def read_configuration(module: Any, base: type) -> tuple[list[Any], list[Any]]:
@@ -143,14 +143,14 @@ def takes_index(step: Callable[..., Any]) -> bool:
     return len(places) > 1 or any(each.kind is each.VAR_POSITIONAL for each in parameters)
 
 
-def one_loader(given: Any, name: str) -> Any:
+def one_loader(value: Any, name: str) -> Any:
     """Find the loader in what a module returned or the user passed: exactly one."""
-    several = given if isinstance(given, (list, tuple)) and given else [given]
-    of_several = isinstance(given, dict) or hasattr(given, "flattened")
+    several = value if isinstance(value, (list, tuple)) and value else [value]
+    of_several = isinstance(value, dict) or hasattr(value, "flattened")
     if (
-        hasattr(given, "prepare_data")
+        hasattr(value, "prepare_data")
         or of_several
         or (len(several) > 1 and all(hasattr(each, "dataset") for each in several))
     ):
-        raise ConfigError(f"{name} is a {type(given).__name__}, and from_ptl takes one loader: {INSTEAD}")
-    return several[0] if hasattr(several[0], "dataset") else given
+        raise ConfigError(f"{name} is a {type(value).__name__}, and from_ptl takes one loader: {INSTEAD}")
+    return several[0] if hasattr(several[0], "dataset") else value

@@ -92,10 +92,10 @@ class LightningOperator(TrainingOperator):
             dist.barrier(device_ids=self.device_ids)
 
     def _loader(self, name: str) -> Any:
-        given = self.loaders.get(name)
-        if given is None and modules.overrides(self.module, self._base, name):
-            given = modules.one_loader(getattr(self.module, name)(), f"{type(self.module).__name__}.{name}")
-        return given
+        loader = self.loaders.get(name)
+        if loader is None and modules.overrides(self.module, self._base, name):
+            loader = modules.one_loader(getattr(self.module, name)(), f"{type(self.module).__name__}.{name}")
+        return loader
 
     def _configure_ddp(
         self, models: list[nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]
@@ -291,9 +291,9 @@ class LightningOperator(TrainingOperator):
     # -- state ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"epoch": self._epoch, "global_step": self.global_step}
-        self.module.on_save_checkpoint(own)
-        return {"epoch": self._epoch, "batch_idx": self._batch_idx, "open": self._open, "module": own}
+        checkpoint: dict[str, Any] = {"epoch": self._epoch, "global_step": self.global_step}
+        self.module.on_save_checkpoint(checkpoint)
+        return {"epoch": self._epoch, "batch_idx": self._batch_idx, "open": self._open, "module": checkpoint}
 
     def load_state_dict(self, state_dict: Any) -> None:
         if not state_dict:

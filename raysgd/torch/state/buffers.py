@@ -60,7 +60,7 @@ class RestoreBuffers(Policy):
         # is sent, and pairs of lists of both.
         self._shared: list[BufferAt] | None = None
         self._others = False  # whether a rank has others
-        self._held: list[torch.Tensor] = []
+        self._buffers: list[torch.Tensor] = []
         self._content = torch.empty(0)
         self._pairs: list[Pair] = []
 
@@ -143,16 +143,16 @@ class RestoreBuffers(Policy):
         if self._shared is None:
             shares = self._registered.shares_buffers and dist.is_initialized() and dist.get_world_size() > 1
             self._shared = self._agreed() if shares else []
-        elif held := buffers_at(self._shared):
-            self._send_together(held)
+        elif buffers := buffers_at(self._shared):
+            self._send_together(buffers)
 
     def _agreed(self) -> list[BufferAt]:
         """Agree on the buffers that are sent in this generation: what some rank restores. All ranks
         have those of SyncBatchNorm. Send them for the first time."""
         every = self._all()
-        own = self._found() if self._places is None else self._with_changed(self._places)
-        names = [every[each] for each in own if each in every and not isinstance(each[0], nn.SyncBatchNorm)]
-        answers = gathered_objects((names, len(own) < len(every)), self._registered.control)
+        mine = self._found() if self._places is None else self._with_changed(self._places)
+        names = [every[each] for each in mine if each in every and not isinstance(each[0], nn.SyncBatchNorm)]
+        answers = gathered_objects((names, len(mine) < len(every)), self._registered.control)
         self._others = any(others for _, others in answers)
         wanted = {name for names, _ in answers for name in names}
         wanted -= self._registered.own_buffers()
@@ -160,30 +160,30 @@ class RestoreBuffers(Policy):
         if self._places is not None:
             self._places = list(dict.fromkeys([*self._places, *shared]))
         if shared:
-            found = ((every[place], _held(place)) for place in shared)
-            held = {name: each for name, each in found if each is not None}
-            with unnoticed(held.values()):
-                broadcast(held, self._registered.control)
+            pairs = ((every[place], _held(place)) for place in shared)
+            buffers = {name: each for name, each in pairs if each is not None}
+            with unnoticed(buffers.values()):
+                broadcast(buffers, self._registered.control)
         return shared
 
-    def _send_together(self, held: list[torch.Tensor]) -> None:
-        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
-            self._held = held
-            self._content, parts = _memory_for(held)
-            self._pairs = _copied_together(held, parts)
+    def _send_together(self, buffers: list[torch.Tensor]) -> None:
+        if len(buffers) != len(self._buffers) or not all(map(is_, buffers, self._buffers)):
+            self._buffers = buffers
+            self._content, parts = _memory_for(buffers)
+            self._pairs = _copied_together(buffers, parts)
         first = dist.get_rank() == 0
-        for own, sent in self._pairs if first else ():
-            copy_all(own, sent)
+        for some, sent in self._pairs if first else ():
+            copy_all(some, sent)
         dist.broadcast(self._content, src=0)
-        with unnoticed(held):  # a later backward pass of this step may refer to them, as BatchNorm's does
-            for own, sent in () if first else self._pairs:
-                copy_all(sent, own)
+        with unnoticed(buffers):  # a later backward pass of this step may refer to them, as BatchNorm's does
+            for some, sent in () if first else self._pairs:
+                copy_all(sent, some)
 
     def _contents(self) -> Contents:
         places = self._all() if self._places is None else self._places
-        held = {each: now for each in places if (now := _held(each)) is not None}
-        copies = {each: torch.empty_like(now) for each, now in held.items()}
-        _copy_together(held.values(), copies.values())
+        buffers = {each: now for each in places if (now := _held(each)) is not None}
+        copies = {each: torch.empty_like(now) for each, now in buffers.items()}
+        _copy_together(buffers.values(), copies.values())
         return list(copies.items())
 
     def _take_first(self) -> None:
@@ -208,12 +208,12 @@ class RestoreBuffers(Policy):
 
     def _all(self) -> dict[BufferAt, str]:
         """The buffers, with names that are the same on all ranks."""
-        found: dict[BufferAt, str] = {}
+        names: dict[BufferAt, str] = {}
         for number, model in enumerate(self._registered.models):
             for path, module in model.named_modules():
                 for name, _ in module.named_buffers(recurse=False):
-                    found.setdefault((module, name), name_of(number, f"{path}.{name}" if path else name))
-        return found
+                    names.setdefault((module, name), name_of(number, f"{path}.{name}" if path else name))
+        return names
 
 
 def _memory_for(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -228,12 +228,12 @@ def _memory_for(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[tor
 def _copied_together(source: Iterable[torch.Tensor], target: Iterable[torch.Tensor]) -> list[Pair]:
     """Divide these tensors into lists of one type each, which a GPU copies with one kernel. A CPU
     copies one after the other anyway."""
-    found: dict[torch.dtype | None, Pair] = {}
+    pairs: dict[torch.dtype | None, Pair] = {}
     for one, other in zip(source, target, strict=True):
-        own = found.setdefault(None if one.is_cpu else one.dtype, ([], []))
-        own[0].append(one)
-        own[1].append(other)
-    return list(found.values())
+        pair = pairs.setdefault(None if one.is_cpu else one.dtype, ([], []))
+        pair[0].append(one)
+        pair[1].append(other)
+    return list(pairs.values())
 
 
 def _copy_together(source: Iterable[torch.Tensor], target: Iterable[torch.Tensor]) -> None:

@@ -107,8 +107,8 @@ def _check_optimizer(number: int, optimizer: Any, saved: Mapping[str, Any]) -> N
 
 
 def _has_own_state(optimizer: Any) -> bool:
-    own, base = type(optimizer), torch.optim.Optimizer
-    return own.state_dict is not base.state_dict or own.load_state_dict is not base.load_state_dict
+    kind, base = type(optimizer), torch.optim.Optimizer
+    return kind.state_dict is not base.state_dict or kind.load_state_dict is not base.load_state_dict
 
 
 def _check_kind(what: str, names: set[str], saved_names: set[str]) -> None:

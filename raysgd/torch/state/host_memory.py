@@ -25,16 +25,16 @@ class HostMemory:
 
     def __init__(self, device: torch.device, cuda: Any = None) -> None:
         self._device, self._cuda = device, torch.cuda if device.type == "cuda" else cuda
-        self._kept: list[torch.Tensor] = []
+        self._rooms: list[torch.Tensor] = []
         self.beside: Any = None  # the stream for copies to the host, once there was memory for others on the device
 
     def copy(self, layout: Layout) -> HostCopy:
-        room = self._kept.pop() if self._kept else _room(0)  # no other thread takes it
+        room = self._rooms.pop() if self._rooms else _room(0)  # no other thread takes it
         if room.numel() < layout.size:
             size = layout.size + -layout.size % SPARE + SPARE  # what is not a tensor is of another size each time
             room = _pinned(size) if self._cuda else _room(size)
         copied = self._copy(layout, room)
-        return HostCopy(room, layout.size, copied, self._kept)
+        return HostCopy(room, layout.size, copied, self._rooms)
 
     def _copy(self, layout: Layout, room: torch.Tensor) -> Any:
         """Copy, or let the device do it. Then return the event after that."""
@@ -59,8 +59,8 @@ class HostCopy:
     """A copy of the state: see `training.snapshots.Copied`. At the end of the `with` block, its
     memory is released."""
 
-    def __init__(self, room: torch.Tensor, size: int, copied: Any, kept: list[torch.Tensor]) -> None:
-        self.room, self.size, self._copied, self._kept = room, size, copied, kept
+    def __init__(self, room: torch.Tensor, size: int, copied: Any, rooms: list[torch.Tensor]) -> None:
+        self.room, self.size, self._copied, self._rooms = room, size, copied, rooms
 
     def __enter__(self) -> list[memoryview]:
         if self._copied is not None:
@@ -68,7 +68,7 @@ class HostCopy:
         return [self.room.numpy().data[: self.size]]
 
     def __exit__(self, *error: object) -> None:
-        self._kept[:] = [max([self.room, *self._kept], key=torch.numel)]
+        self._rooms[:] = [max([self.room, *self._rooms], key=torch.numel)]
 
 
 def _room(size: int, **more: Any) -> torch.Tensor:

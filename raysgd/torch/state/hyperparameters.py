@@ -33,14 +33,14 @@ class Option:
 
 def made_with(registered: Any) -> dict[str, Any]:
     """Collect the settings that `setup` gave the optimizers, as JSON has them."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for number, optimizer in enumerate(registered.optimizers):
         groups = getattr(optimizer, "param_groups", ())
         for place, group in enumerate(groups):
             of = f"group {place} of " * (len(groups) > 1) + f"optimizers[{number}] ({type(optimizer).__name__})"
-            found |= {f"{name} of {of}": value for name, value in group.items() if name not in LEFT_OUT}
-            found[f"lr of {of}"] = found.pop(f"initial_lr of {of}", group.get("lr"))
-    return {name: value for name, each in found.items() if (value := plain(each)) is not None}
+            settings |= {f"{name} of {of}": value for name, value in group.items() if name not in LEFT_OUT}
+            settings[f"lr of {of}"] = settings.pop(f"initial_lr of {of}", group.get("lr"))
+    return {name: value for name, each in settings.items() if (value := plain(each)) is not None}
 
 
 def plain(value: Any) -> Any:

@@ -42,9 +42,9 @@ class Layout:
 
     def on_device(self, device: torch.device) -> list[torch.Tensor]:
         """Let the tensors of this GPU be copies there. Return them."""
-        made = {number: each.detach().clone() for number, each in enumerate(self.tensors) if each.device == device}
-        self.tensors = [made.get(number, each) for number, each in enumerate(self.tensors)]
-        return list(made.values())
+        copies = {number: each.detach().clone() for number, each in enumerate(self.tensors) if each.device == device}
+        self.tensors = [copies.get(number, each) for number, each in enumerate(self.tensors)]
+        return list(copies.values())
 
     def copies(self, room: torch.Tensor) -> list[torch.Tensor]:
         """The tensors that the buffer has, of which none is empty. Each has a storage of its

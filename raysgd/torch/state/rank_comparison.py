@@ -29,21 +29,21 @@ def sums_of(operator: Any, registered: Any) -> str:
     of other modules that the operator holds, if they train."""
     named = {f"self.{name}": value for name, value in vars(operator).items()}
     names = {id(each): name for name, each in named.items()}
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for number, (bare, wrapped) in enumerate(zip(registered.models, registered.wrapped, strict=True)):
         label = names.get(id(wrapped)) or names.get(id(bare)) or f"models[{number}]"
-        found |= {f"{name} of {label}": each for name, each in bare.named_parameters()}
-    known = {id(each) for each in found.values()}
+        tensors |= {f"{name} of {label}": each for name, each in bare.named_parameters()}
+    known = {id(each) for each in tensors.values()}
     for label, module in {"criterion": registered.criterion, **named}.items():
         for name, each in module.named_parameters() if isinstance(module, nn.Module) else ():
             if each.requires_grad and id(each) not in known:
-                found[f"{name} of {label}{ALONE}"] = each
-    found = {name: elements_of(each.detach()) for name, each in found.items() if not is_lazy(each)}
-    found = {name: each for name, each in found.items() if each.numel()}
-    sums = _sums(list(found.values()))
-    finite = [(norm, each.numel()) for (_, norm), each in zip(sums, found.values(), strict=True) if norm < math.inf]
+                tensors[f"{name} of {label}{ALONE}"] = each
+    tensors = {name: elements_of(each.detach()) for name, each in tensors.items() if not is_lazy(each)}
+    tensors = {name: each for name, each in tensors.items() if each.numel()}
+    sums = _sums(list(tensors.values()))
+    finite = [(norm, each.numel()) for (_, norm), each in zip(sums, tensors.values(), strict=True) if norm < math.inf]
     mean = sum(norm**2 for norm, _ in finite) / max(sum(count for _, count in finite), 1)
-    rows = zip(found.items(), sums, strict=True)
+    rows = zip(tensors.items(), sums, strict=True)
     return json.dumps({name: [*each, _allowed(tensor, each[1], mean)] for (name, tensor), each in rows})
 
 
@@ -55,8 +55,8 @@ def _sums(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
     for each in tensors:
         exact = each.dtype in (torch.float32, torch.float64)
         real = each if exact else each.float()
-        found = (real @ _direction(real.shape[-1], real.device, real.dtype) if real.dim() > 1 else real).double()
-        pairs.append(torch.stack([found.sum(), torch.linalg.vector_norm(found)]))
+        values = (real @ _direction(real.shape[-1], real.device, real.dtype) if real.dim() > 1 else real).double()
+        pairs.append(torch.stack([values.sum(), torch.linalg.vector_norm(values)]))
     devices = dict.fromkeys(each.device for each in pairs)
     sums = {on: iter(torch.stack([each for each in pairs if each.device == on]).tolist()) for on in devices}
     return [next(sums[each.device]) for each in pairs]

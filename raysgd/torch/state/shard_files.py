@@ -65,10 +65,10 @@ def verify(folder: str, files: Files) -> None:
     """Raise CheckpointError unless these files have the sizes and digests in the manifest."""
     for name, entry in files.items():
         try:
-            found = entry_of(Path(folder) / name)
+            actual_entry = entry_of(Path(folder) / name)
         except OSError as error:
             raise CheckpointError(f"{name} cannot be read ({error})") from error
-        if found != entry:
+        if actual_entry != entry:
             raise CheckpointError(
                 f"{name} is damaged: its content does not have the digest that was saved with it. Use another copy of it, "
                 "or an older checkpoint"
@@ -99,10 +99,10 @@ def write(folder: locations.Place, state: dict[str, Any], *, later: bool) -> Cal
     outline = {**state, **{part: mapped(take_out, state[part], part) for part in DIVIDED if part in state}}
     rank = dist.get_rank() if dist.is_initialized() else 0
     if later or isinstance(folder, Uri):
-        kept = _write_tensors(tensors, "", in_memory=True)
+        contents = _write_tensors(tensors, "", in_memory=True)
         if rank == 0:
-            kept[OUTLINE] = states.dump(outline)
-        return partial(_store, folder, kept)
+            contents[OUTLINE] = states.dump(outline)
+        return partial(_store, folder, contents)
     _write_tensors(tensors, str(folder), in_memory=False)
     written = {name for name in os.listdir(folder) if name.startswith(f"__{rank}_")}
     if rank == 0:
@@ -111,10 +111,10 @@ def write(folder: locations.Place, state: dict[str, Any], *, later: bool) -> Cal
     return lambda: {name: entry_of(folder / name) for name in sorted(written)}
 
 
-def _store(folder: locations.Place, kept: dict[str, Any]) -> Files:
+def _store(folder: locations.Place, contents: dict[str, Any]) -> Files:
     """Write files from memory. A folder that is gone, after a failure, stays so."""
     with tempfile.TemporaryDirectory(prefix="raysgd-shards-") as local:
-        for name, data in kept.items():
+        for name, data in contents.items():
             path = (folder if isinstance(folder, Path) else Path(local)) / name
             with open(path, "xb") as file:
                 file.write(data)
@@ -123,7 +123,7 @@ def _store(folder: locations.Place, kept: dict[str, Any]) -> Files:
             if isinstance(folder, Uri):
                 remote.upload(folder / name, path)
                 path.unlink()
-    return {name: entry_of_bytes(data) for name, data in kept.items()}
+    return {name: entry_of_bytes(data) for name, data in contents.items()}
 
 
 class _MemoryFile(io.BytesIO):

@@ -77,9 +77,9 @@ class ShardedLoads(Loads):
             within = snapshot(at=contents.progress, workers=contents.ranks)
             self._saved.append((path, replace(within, partial=contents.part)))
 
-    def _loaded(self, again: Again, where: locations.Place | None = None, kept: Again | None = None) -> None:
+    def _loaded(self, again: Again, where: locations.Place | None = None, copy: Again | None = None) -> None:
         if not self._is_sharded:
-            return super()._loaded(_unless_replaced(again, where), where, kept)
+            return super()._loaded(_unless_replaced(again, where), where, copy)
         self._from = None if where is None else (where, again)
         self._saved = [(None, self._snapshot(_unless_replaced(again, where), self._engine.changes))]
 
@@ -158,7 +158,7 @@ class _ShardedDraft:
         draft = self._folder
         return sum(each.stat().st_size for each in os.scandir(draft)) if isinstance(draft, Path) else 0
 
-    def complete(self, reports: Sequence[Report], given: Callable[[], Any]) -> None:
+    def complete(self, reports: Sequence[Report], content: Callable[[], Any]) -> None:
         draft = self._folder
         files = {f"{draft.name}/{name}": FileEntry(*each) for report in reports for name, each in report.items()}
         if isinstance(draft, Uri):

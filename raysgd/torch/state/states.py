@@ -58,20 +58,20 @@ def gather(operator: TrainingOperator, registered: Registered) -> dict[str, Any]
 def unchanging(state: dict[str, Any], memory: HostMemory, *, in_shards: bool) -> tuple[dict[str, Any], HostCopy]:
     """Make a state that training does not change, and the copy of which its tensors are a part.
     What was gathered is a copy already."""
-    own = {name: state[name] for name in DIVIDED if in_shards and name in state}
-    sources, made = list[torch.Tensor](), list[torch.Tensor]()
+    shards = {name: state[name] for name in DIVIDED if in_shards and name in state}
+    sources, copies = list[torch.Tensor](), list[torch.Tensor]()
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is not torch.Tensor or not (has_bytes(tensor) and tensor.numel()):
             return on_cpu(tensor)
         sources.append(tensor)
-        made.append(torch.empty(0, dtype=tensor.dtype, device="cpu"))
-        return made[-1]
+        copies.append(torch.empty(0, dtype=tensor.dtype, device="cpu"))
+        return copies[-1]
 
-    unchanged = copied({name: value for name, value in state.items() if name not in own}, moved) | own
+    unchanged = copied({name: value for name, value in state.items() if name not in shards}, moved) | shards
     layout = Layout(sources)
     copy = memory.copy(layout)
-    for tensor, content in zip(made, layout.copies(copy.room), strict=True):
+    for tensor, content in zip(copies, layout.copies(copy.room), strict=True):
         tensor.data = content
     return unchanged, copy
 
@@ -111,11 +111,11 @@ def pickling_on_cpu() -> Any:
             if type(value) is not torch.Tensor or value.device.type != "cuda" or value.layout != torch.strided:
                 return NotImplemented
             value = value.resolve_conj().resolve_neg()
-            own = value.untyped_storage()
-            if own.data_ptr() not in memory:
-                memory[own.data_ptr()] = own.cpu()
+            storage = value.untyped_storage()
+            if storage.data_ptr() not in memory:
+                memory[storage.data_ptr()] = storage.cpu()
             place = value.storage_offset(), value.size(), value.stride()
-            moved = torch.empty(0, dtype=value.dtype, device="cpu").set_(memory[own.data_ptr()], *place)
+            moved = torch.empty(0, dtype=value.dtype, device="cpu").set_(memory[storage.data_ptr()], *place)
             return moved.requires_grad_(value.requires_grad).__reduce_ex__(2)
 
     return SimpleNamespace(Pickler=Pickler, __name__="pickle")
@@ -141,9 +141,9 @@ def dump(state: dict[str, Any]) -> memoryview:
 
 def dump_given(state: Any) -> memoryview:
     """Write a user's dictionary as bytes. Raise CheckpointError if it is not a state."""
-    given = shaped(dict(state) if isinstance(state, Mapping) else state)
+    content = shaped(dict(state) if isinstance(state, Mapping) else state)
     try:
-        return dump(given)
+        return dump(content)
     except Exception as error:
         raise CheckpointError(f"this state cannot be pickled ({type(error).__name__}: {error})") from error
 
@@ -207,9 +207,9 @@ def foreign_types(path: str | os.PathLike[str]) -> list[str]:
 def shaped(state: Any) -> dict[str, Any]:
     """Accept a loaded state if raysgd or RaySGD v1 wrote it. Raise CheckpointError if not."""
     if not isinstance(state, dict) or not isinstance(state.get("models"), list):
-        found = list(state)[:5] if isinstance(state, dict) else type(state).__name__
+        content = list(state)[:5] if isinstance(state, dict) else type(state).__name__
         raise CheckpointError(
-            f"{NOT_OURS}: it contains {found}, not models, optimizers and an epoch. To start from the weights of a model, load "
+            f"{NOT_OURS}: it contains {content}, not models, optimizers and an epoch. To start from the weights of a model, load "
             "them in setup, before register(): model.load_state_dict(torch.load(path, weights_only=True))"
         )
     optimizers = state.get("optimizers") or []
@@ -257,10 +257,10 @@ def unmapped(saved: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return value.clone()  # also a single number, which may be on another device, depending on the options
 
     state = {
-        number: {name: moved(value, number, name) for name, value in own.items()}
-        if isinstance(own, dict)
-        else copied(own)
-        for number, own in saved["state"].items()
+        number: {name: moved(value, number, name) for name, value in values.items()}
+        if isinstance(values, dict)
+        else copied(values)
+        for number, values in saved["state"].items()
     }
     return {**saved, "state": state}
 

@@ -125,10 +125,10 @@ class WatchAttributes(Policy):
             changed -= self._named
             self._named |= changed
             saved = (self._operator.state_dict() or {}) if changed else {}
-        kept = {_content(each)[1] for each in _tensors_in(saved)} if moved else set()
-        left = changed - saved.keys() if isinstance(saved, Mapping) else changed & moved.keys()
-        left -= {name for name, contents in moved.items() if contents <= kept}
-        names = sorted(left, key=lambda name: (name == SETTINGS, name))
+        state_contents = {_content(each)[1] for each in _tensors_in(saved)} if moved else set()
+        rest = changed - saved.keys() if isinstance(saved, Mapping) else changed & moved.keys()
+        rest -= {name for name, contents in moved.items() if contents <= state_contents}
+        names = sorted(rest, key=lambda name: (name == SETTINGS, name))
         if names:
             logger.warning(text, ", ".join(name if name == SETTINGS else f"self.{name}" for name in names))
         return bool(names)
@@ -145,18 +145,18 @@ class WatchAttributes(Policy):
             registered.criterion,
         ]
         known = {id(each) for each in objects}
-        own = {name: value for name, value in vars(self._operator).items() if name not in self._raysgds}
+        attributes = {name: value for name, value in vars(self._operator).items() if name not in self._raysgds}
         saved = _tensors_in(
             [*registered.models, *registered.metrics.values(), registered.stepped_by(*registered.optimizers)]
         )
         memory = {each.untyped_storage().data_ptr() for each in saved}
         contents = {
-            name: [_content(each) for each in _tensors_in(found) if each.untyped_storage().data_ptr() not in memory]
-            for name, value in own.items()
-            if (found := _modules_in(value))
+            name: [_content(each) for each in _tensors_in(modules) if each.untyped_storage().data_ptr() not in memory]
+            for name, value in attributes.items()
+            if (modules := _modules_in(value))
         }
-        own = {name: value for name, value in own.items() if id(value) not in known}
-        return own | {SETTINGS: settings_of(registered.optimizers), CONTENTS: contents}
+        attributes = {name: value for name, value in attributes.items() if id(value) not in known}
+        return attributes | {SETTINGS: settings_of(registered.optimizers), CONTENTS: contents}
 
 
 def _modules_in(value: Any) -> list[nn.Module]:

@@ -78,14 +78,14 @@ class KeepBatch(Policy):
     ) -> None:
         self._ranks_read, self._ranks_said, self._method = ranks_read, set[str](), method
         self._registered, self._batches, self._elastic = registered, settings.num_workers, settings.elastic
-        self._all_parts, self._given = settings.all_parts, settings.parts
+        self._all_parts, self._parts = settings.all_parts, settings.parts
         self.deal: tuple[int, ...] = ()  # how many parts each rank computes: `Dealer` writes it
         self.why = why or _why_not(settings)
         self._against_data: Violation | None = None
         self.position = position
         self._feed: Feed | None = None
         self._decides = self._watches = self._several = self._was_trained = False
-        self._found: Violation | None = None  # in the first step
+        self._breach: Violation | None = None  # in the first step
         self._said = False
         self._calls = Calls()
         self._own_calls: OwnCalls | None = None
@@ -109,8 +109,8 @@ class KeepBatch(Policy):
     @property
     def _reason(self) -> Violation | None:
         """What is known against parts."""
-        found, advice = self.position.contract or ("", "")
-        return self.why or self._against_data or (Violation(found, advice) if found else None)
+        problem, advice = self.position.contract or ("", "")
+        return self.why or self._against_data or (Violation(problem, advice) if problem else None)
 
     @property
     def mode(self) -> str:
@@ -138,8 +138,8 @@ class KeepBatch(Policy):
         elif kind.__iter__ is not DataLoader.__iter__:
             self._against_data = OWN_ITERATION
         self._decides = self.position.contract is None
-        self._found = self._reason
-        self._refuse(self._found)
+        self._breach = self._reason
+        self._refuse(self._breach)
         if self._decides:
             feed.make_info = self._make_info
 
@@ -161,7 +161,7 @@ class KeepBatch(Policy):
         self._was_trained, self._calls = False, Calls()
         if step.parts_before == 0:
             self._of_first, self._gradients = self._calls, {}
-        self._watches = self._several or (self._decides and self._found is None)
+        self._watches = self._several or (self._decides and self._breach is None)
         self._check_gradients(CHANGED)
         self._ranks_read.clear()
         if self._watches:
@@ -174,7 +174,7 @@ class KeepBatch(Policy):
 
     def on_backward(self, step: Step, loss: Any) -> Any:
         self._end_counting()
-        if self._decides and self._found is None and self._leads and (read := self._ranks_read - self._ranks_said):
+        if self._decides and self._breach is None and self._leads and (read := self._ranks_read - self._ranks_said):
             logger.warning(RANKS, self._method, " and ".join(f"self.{each}" for each in sorted(read)))
             self._ranks_said |= read  # each part of the first step reads them
         self._note(self._calls.passed())
@@ -210,20 +210,20 @@ class KeepBatch(Policy):
         self._note(self._calls.unlike(self._of_first))
 
     def _keep_gradients(self) -> None:
-        found = ((each, each.grad) for each in self._registered.stepped_by(*self._registered.optimizers))
-        self._gradients = {id(each): (grad, content_version(grad)) for each, grad in found if grad is not None}
+        pairs = ((each, each.grad) for each in self._registered.stepped_by(*self._registered.optimizers))
+        self._gradients = {id(each): (grad, content_version(grad)) for each, grad in pairs if grad is not None}
 
-    def _check_gradients(self, found: Violation, *optimizers: Any, added: bool = False) -> None:
+    def _check_gradients(self, breach: Violation, *optimizers: Any, added: bool = False) -> None:
         """Note if user code has changed gradients, by default of all optimizers, since the backward
         pass, or, in the next one, has done more than have them `added` to by a pass of its own."""
         if not self._gradients:
             return
-        own = self._registered.stepped_by(*(optimizers or self._registered.optimizers))
-        kept = [(each.grad, *self._gradients[id(each)]) for each in own if id(each) in self._gradients]
-        lost = any(now is not before for now, before, _ in kept)
-        changed = [each for _, each, version in kept if content_version(each) != version]
+        parameters = self._registered.stepped_by(*(optimizers or self._registered.optimizers))
+        gradients = [(each.grad, *self._gradients[id(each)]) for each in parameters if id(each) in self._gradients]
+        lost = any(now is not before for now, before, _ in gradients)
+        changed = [each for _, each, version in gradients if content_version(each) != version]
         if lost or (changed and not (added and any(each.is_sparse or bool(each.any()) for each in changed))):
-            self._note(found)
+            self._note(breach)
 
     def _end_counting(self) -> None:
         """Count no further collective calls: the backward pass begins, which exchanges gradients,
@@ -232,51 +232,51 @@ class KeepBatch(Policy):
         if counted is not None and counted.ended() > 0:
             self._note(TOGETHER)
 
-    def _note(self, found: Violation | None) -> None:
-        if found is None or not self._watches:
+    def _note(self, breach: Violation | None) -> None:
+        if breach is None or not self._watches:
             return
-        found = found._replace(found=found.found.replace("train_batch", self._method))
+        breach = breach._replace(found=breach.found.replace("train_batch", self._method))
         if not self._several:
-            self._found = self._found or found
+            self._breach = self._breach or breach
         elif not self._decides:
-            raise ConfigError(later(found, self._all_parts))
+            raise ConfigError(later(breach, self._all_parts))
         else:
-            self._refuse(found)
+            self._refuse(breach)
             if self._registered.shards is not None:  # new processes, which know no more, would train the batch again
-                raise ConfigError(notice(found, self._all_parts))
-            self.position.contract = tuple(found)
-            self._say(found)
-            raise RetryStep(found.found)
+                raise ConfigError(notice(breach, self._all_parts))
+            self.position.contract = tuple(breach)
+            self._say(breach)
+            raise RetryStep(breach.found)
 
     def end_step(self, step: Step) -> None:
         if not self._decides or step.outcome == "undone" or (step.failed and not self._was_trained):
             return
-        found = self._found if self._was_trained or self._reason else OWN_LOOP
-        self._refuse(found)
+        breach = self._breach if self._was_trained or self._reason else OWN_LOOP
+        self._refuse(breach)
         self._decides, feed = False, self._feed
         if feed is not None:
             feed.make_info = dict
-        self.position.contract = tuple(found or ("", ""))
-        self._say(found)
+        self.position.contract = tuple(breach or ("", ""))
+        self._say(breach)
 
-    def _refuse(self, found: Violation | None) -> None:
+    def _refuse(self, breach: Violation | None) -> None:
         """Raise ConfigError for what does not follow the contract, if the trainer got `parts`."""
-        if found is not None and self._given is not None:
-            raise ConfigError(refused(found, self._given))
+        if breach is not None and self._parts is not None:
+            raise ConfigError(refused(breach, self._parts))
 
     @property
     def _leads(self) -> bool:
         return self._feed is not None and self._feed.rank_info.world_rank == 0
 
-    def _say(self, found: Violation | None) -> None:
+    def _say(self, breach: Violation | None) -> None:
         """Log what does not follow the contract."""
         if self._leads:
-            self._log(found)
+            self._log(breach)
 
-    def _log(self, found: Violation | None) -> None:
-        if found is not None and not self._said:
+    def _log(self, breach: Violation | None) -> None:
+        if breach is not None and not self._said:
             self._said = True
-            logger.warning("%s", notice(found, self._all_parts))
+            logger.warning("%s", notice(breach, self._all_parts))
 
     # -- all ranks together ---------------------------------------------------------------------------
 
@@ -341,7 +341,7 @@ class OwnCalls:
         """Stop, and return how many calls were made."""
         if self._entered is not None:  # an error has ended a forward pass
             self._leave()
-        made = self._count() - self._began - self._models if self._hooks else 0
+        count = self._count() - self._began - self._models if self._hooks else 0
         for each in self._hooks:
             each.remove()
-        return made
+        return count

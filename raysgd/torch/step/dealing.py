@@ -66,8 +66,8 @@ class OwnSeconds:
             self._open.append(([(self._began, self._computed), *self._waits], parts))
         self._began, self._computed, self._waits = self._now(), None, []
         while self._open and (not self._on_gpu or self._open[0][0][0][1].query()):
-            (own, *waits), count = self._open.popleft()
-            self._seconds.append((self._between(*own) - sum(self._between(*each) for each in waits)) / count)
+            (span, *waits), count = self._open.popleft()
+            self._seconds.append((self._between(*span) - sum(self._between(*each) for each in waits)) / count)
 
     def of_part(self, window: int) -> float:
         """Return how long a part has usually taken in the newest steps, 0 if there were none."""
@@ -107,9 +107,9 @@ class Dealer(Policy):
         if not rank_info.solo:
             self._deal(rank_info, gathered_objects(self.seconds.of_part(EVERY), self._registered.control))
 
-    def _deal(self, rank_info: RankInfo, held: list[float | None]) -> None:
+    def _deal(self, rank_info: RankInfo, seconds: list[float | None]) -> None:
         """Deal, with what each rank has measured in earlier generations."""
-        self._rank, self._policy = rank_info, BySpeed(self._count, held)
+        self._rank, self._policy = rank_info, BySpeed(self._count, seconds)
         self._keep.deal = self._policy.deal
 
     def begin_loop(self, feed: Feed) -> None:
@@ -131,8 +131,8 @@ class Dealer(Policy):
             self.seconds.forget()
         if not counts or self._feed is None or not self._policy.due():
             return
-        own = self.seconds.of_part(self._policy.window)
-        mine = [own if rank == self._rank.world_rank else 0.0 for rank in range(self._rank.world_size)]
+        seconds = self.seconds.of_part(self._policy.window)
+        mine = [seconds if rank == self._rank.world_rank else 0.0 for rank in range(self._rank.world_size)]
         every = summed(mine, self._device, self._registered.control)
         if self._policy.change(every):
             self._states.share()  # a rank may get a part whose state another one has

@@ -103,9 +103,9 @@ class RestoreWeights(Policy):
             self._states.append((optimizer, copy.deepcopy(optimizer.state_dict())))
         if self._acted or self._looks == 0:
             return None
-        found = after_gradients(args, kwargs, self._look_again)
+        arguments = after_gradients(args, kwargs, self._look_again)
         self._acted = True
-        return found
+        return arguments
 
     def _look(self, *_: Any) -> None:
         if not self._acted:

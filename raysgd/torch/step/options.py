@@ -70,7 +70,7 @@ class Hold(Policy):
     in_usual_steps = False
 
     def __init__(self, registered: Registered) -> None:
-        self._registered, self._held = registered, False
+        self._registered, self._holds = registered, False
 
     @classmethod
     def for_run(cls, run: Any) -> Hold | None:
@@ -78,7 +78,7 @@ class Hold(Policy):
         return cls(run.registered) if settings.options.accumulate > 1 or settings.in_parts else None
 
     def begin_part(self, step: Step) -> None:
-        if self._held or not step.closing:
+        if self._holds or not step.closing:
             self._hold(not step.closing)
 
     def put_back(self, step: Step, value: None) -> None:
@@ -88,13 +88,13 @@ class Hold(Policy):
             each.zero_()
 
     def reset(self) -> None:
-        if self._held:
+        if self._holds:
             self._hold(False)
 
     after_loop = reset
 
     def _hold(self, on: bool) -> None:
-        self._held = on
+        self._holds = on
         self._registered.exchange.hold(on)
         for model in self._registered.wrapped:
             if hasattr(model, "require_backward_grad_sync"):
@@ -213,15 +213,15 @@ class RestoreSettings(Policy):
 
 def settings_of(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
     """The settings of each parameter group. This runs once for each step."""
-    found = []
+    result = []
     for optimizer in optimizers:
         for group in getattr(optimizer, "param_groups", ()):
             settings = {**group}
             del settings["params"]
             if isinstance(settings.get("lr"), torch.Tensor):  # which schedules fill in place
                 settings["lr"] = settings["lr"].clone()
-            found.append(settings)
-    return found
+            result.append(settings)
+    return result
 
 
 class RestoreMetrics(Policy):
@@ -244,8 +244,8 @@ class RestoreMetrics(Policy):
 
     def end_step(self, step: Step) -> None:
         if (before := step.notes.pop(self, None)) is not None:
-            for own, kept in zip(self._metric.modules(), before.modules(), strict=True):  # user code may hold each
-                vars(own).update((name, each) for name, each in vars(kept).items() if isinstance(each, STATES))
+            for metric, copy in zip(self._metric.modules(), before.modules(), strict=True):  # user code may hold each
+                vars(metric).update((name, each) for name, each in vars(copy).items() if isinstance(each, STATES))
 
 
 class CallOnStep(Policy):

@@ -50,7 +50,7 @@ class PartStates(Policy):
         self._registered, self._device = registered, device
         self._used = self._shown = always or _shows_use(kind)  # on all ranks
         self._alone = False
-        self._held: dict[int, dict[str, Any]] = {}
+        self._dicts: dict[int, dict[str, Any]] = {}
         self._position = Position()
         # What the newest step has made of them if it was undone, and how many steps were made before it.
         self._undone: tuple[int, dict[int, dict[str, Any]]] = (0, {})
@@ -76,9 +76,9 @@ class PartStates(Policy):
         running: dict[tuple[int, bool], dict[str, Any]] = step.notes.setdefault(self, {})
         place = part, step.current.fresh
         if place not in running:
-            if part not in self._held and any(self._held.values()):
+            if part not in self._dicts and any(self._dicts.values()):
                 logger.warning(LOST, part)
-            running[place] = mapped(_copied, self._held.get(part, {}))
+            running[place] = mapped(_copied, self._dicts.get(part, {}))
         return running[place]
 
     def begin_loop(self, feed: Feed) -> None:
@@ -88,11 +88,11 @@ class PartStates(Policy):
         if not self._used:
             return
         running = step.notes.get(self, {})
-        made = {each.part: running.get((each.part, True), self._held.get(each.part, {})) for each in step.drawn}
+        dicts = {each.part: running.get((each.part, True), self._dicts.get(each.part, {})) for each in step.drawn}
         if step.outcome == "undone":
-            self._undone = self._position.step, made
+            self._undone = self._position.step, dicts
         else:
-            self._held = made
+            self._dicts = dicts
 
     # -- all ranks together ---------------------------------------------------------------------------
 
@@ -105,16 +105,16 @@ class PartStates(Policy):
         """Keep this rank's dicts of a step that was undone here only: the state of a peer, which
         has made this many `steps`, was loaded. That peer has made the step with the gradients of
         all ranks, so this one had got as far as its backward pass."""
-        before, made = self._undone
+        before, dicts = self._undone
         if steps > before:
-            self._held |= made
+            self._dicts |= dicts
 
     def joined(self) -> None:
         """Give all ranks of a new generation the dicts that there are."""
         self._undone = 0, {}
-        found = gathered_objects((self._used, mapped(_copied, self._held)), self._registered.control)
-        self._used = any(used for used, _ in found)
-        self._held = {part: each for _, held in found for part, each in held.items()} | self._held
+        answers = gathered_objects((self._used, mapped(_copied, self._dicts)), self._registered.control)
+        self._used = any(used for used, _ in answers)
+        self._dicts = {part: each for _, dicts in answers for part, each in dicts.items()} | self._dicts
 
     def agreed(self, due: bool, *, first: bool) -> bool:
         """Whether a snapshot is due on the `first` rank, if all ranks take part in it."""
@@ -122,22 +122,22 @@ class PartStates(Policy):
 
     def state(self) -> dict[str, Any]:
         """The entry of states, if there is one."""
-        return {NAME: self._held} if self._used else {}
+        return {NAME: self._dicts} if self._used else {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        held = state.get(NAME)
-        self._used, self._held = self._shown or held is not None, move(dict(held or {}), self._device)
+        dicts = state.get(NAME)
+        self._used, self._dicts = self._shown or dicts is not None, move(dict(dicts or {}), self._device)
 
 
 def check_part_states(state: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless a state's dicts of parts are some."""
-    held = state.get(NAME) or {}
-    if not isinstance(held, Mapping) or any(type(each) is not int for each in held):
-        raise CheckpointError(f"{NAME} is {held!r:.60}, and must be a dictionary by the numbers of parts")
+    dicts = state.get(NAME) or {}
+    if not isinstance(dicts, Mapping) or any(type(each) is not int for each in dicts):
+        raise CheckpointError(f"{NAME} is {dicts!r:.60}, and must be a dictionary by the numbers of parts")
 
 
 def _shows_use(kind: type) -> bool:
-    methods = [each for own in kind.__mro__ for each in vars(own).values() if isinstance(each, FunctionType)]
+    methods = [each for base in kind.__mro__ for each in vars(base).values() if isinstance(each, FunctionType)]
     return any("part_state" in each.__code__.co_names for each in methods)
 
 

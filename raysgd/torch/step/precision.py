@@ -267,14 +267,14 @@ def find_apex() -> Any:
     try:
         return importlib.import_module("apex.amp")
     except ImportError as error:
-        found = "no package named apex is installed"
+        problem = "no package named apex is installed"
         if error.name != "apex":
-            found = (
+            problem = (
                 f"the installed apex cannot be used ({error}): it is the other package of that name, on PyPI, or an Apex without "
                 "amp, which was removed in 2025, or it was built for another torch"
             )
         raise ImportError(
-            f"precision='apex' needs NVIDIA Apex, but {found}. NVIDIA Apex is not on PyPI: build a release that still has "
+            f"precision='apex' needs NVIDIA Apex, but {problem}. NVIDIA Apex is not on PyPI: build a release that still has "
             "apex.amp (25.02 or older) from NVIDIA's sources, or use precision='fp16', which needs only torch"
         ) from error
 

@@ -59,20 +59,20 @@ def compare_with_run(operator: Scheduling, scheduler: Any) -> None:
     """Warn if a schedule that begins has another length than the running loop, or if one ends in
     the call that begins."""
     position, planned = operator._internals.feed.position, operator._internals.planned_steps
-    known, made = _length_and_end(scheduler, planned), steps_of(scheduler)
-    if known is None or made is None or position.call_batches or position.parked is not None:
+    known, steps = _length_and_end(scheduler, planned), steps_of(scheduler)
+    if known is None or steps is None or position.call_batches or position.parked is not None:
         return
-    (length, end), epochs = known, 0 if made else operator._internals.epochs or 0
+    (length, end), epochs = known, 0 if steps else operator._internals.epochs or 0
     by_user = operator.scheduler_step_freq == SCHEDULER_STEP_MANUAL
     by_epoch = operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
     here = _steps_in(operator, epochs or 1, workers := _workers_now(operator))
     if here is None or (by_user and length != planned):
         return
-    total, most = made + here, max(length, planned or 0)
+    total, most = steps + here, max(length, planned or 0)
     by_loader = length == _steps_in(operator, epochs, 1) != total
     if end and total > most and (epochs or _goes_on(operator, most, workers)):
         consequence = end
-    elif by_epoch and not made and epochs <= 1 < _optimizer_steps(operator, workers) and length == planned:
+    elif by_epoch and not steps and epochs <= 1 < _optimizer_steps(operator, workers) and length == planned:
         consequence = "it makes one in each epoch, and total_steps() has counted those of the optimizer"
     elif total < length and (epochs > 1 or by_loader):
         consequence = "training ends before the schedule, with another learning rate than its last one"
@@ -204,8 +204,8 @@ class Scheduling(Stepping):
     def _own_schedulers(self) -> list[Any]:
         """The schedulers that the default loop steps: `self.scheduler`, or all registered ones,
         also if `self.scheduler` is the list in which they were registered."""
-        own = getattr(self, "scheduler", None)
-        schedulers = [own] if callable(getattr(own, "step", None)) else self._registered.schedulers
+        scheduler = getattr(self, "scheduler", None)
+        schedulers = [scheduler] if callable(getattr(scheduler, "step", None)) else self._registered.schedulers
         for each in schedulers if self.scheduler_step_freq in STEPPED_BY_TRAINER else ():
             check_steps_alone(each, str(self.scheduler_step_freq))
         return schedulers

@@ -89,10 +89,10 @@ def gathered_objects(value: Any, control: Control) -> list[Any]:
     """Collect every rank's object, in rank order."""
     if not dist.is_initialized():
         return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
+    objects: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(objects, value)
     control.ensure_whole()
-    return found
+    return objects
 
 
 class SkipStep(Policy):
@@ -169,13 +169,13 @@ class SkipStep(Policy):
         names = [name for name, each in named if id(each) in bad]
         losses = [float(loss) for loss in step.notes.get(self, Seen()).losses]
         loss = next((each for each in losses if not math.isfinite(each)), losses[-1] if losses else None)
-        own = StepReport(self._position.step + 1, self._position.epoch, tuple(names), loss, self._samples(step))
-        raise NonFiniteError(explained(gathered_objects(own, self._control), self._action or ""))
+        report = StepReport(self._position.step + 1, self._position.epoch, tuple(names), loss, self._samples(step))
+        raise NonFiniteError(explained(gathered_objects(report, self._control), self._action or ""))
 
     def _samples(self, step: Step) -> list[int] | None:
         """The indices of this rank's samples in the step, None if they are not known."""
-        found = [each.indices for each in step.drawn]
-        return None if None in found or not found else [int(row) for each in found for row in each or ()]
+        indices = [each.indices for each in step.drawn]
+        return None if None in indices or not indices else [int(row) for each in indices for row in each or ()]
 
 
 @dataclass
@@ -190,7 +190,7 @@ class Seen:
 
 def _are_finite(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether these parameters' gradients are finite; of sharded ones, this rank's part."""
-    found: list[Any] = [each.grad for each in parameters]
-    found = [each.to_local() if hasattr(each, "to_local") else each for each in found]
-    found = [each.coalesce().values() if each.is_sparse else each for each in found]
-    return bool(torch.isfinite(get_total_norm([each for each in found if each.numel()], math.inf)))
+    gradients: list[Any] = [each.grad for each in parameters]
+    gradients = [each.to_local() if hasattr(each, "to_local") else each for each in gradients]
+    gradients = [each.coalesce().values() if each.is_sparse else each for each in gradients]
+    return bool(torch.isfinite(get_total_norm([each for each in gradients if each.numel()], math.inf)))

@@ -125,10 +125,10 @@ class Stepping(OperatorBase):
                 exchange.finish(each)
             each.zero_grad()
 
-    def _only_optimizer(self, given: Any = None) -> Any:
-        if given is not None:
+    def _only_optimizer(self, optimizer: Any = None) -> Any:
+        if optimizer is not None:
             raise ConfigError(
-                f"self.step() takes an optimizer, got {shown(given)}. It makes the step with gradients that self.backward(loss) has "
+                f"self.step() takes an optimizer, got {shown(optimizer)}. It makes the step with gradients that self.backward(loss) has "
                 "computed, so it passes no closure on. Call the step(closure) of the optimizer itself"
             )
         optimizers = self._registered.optimizers

@@ -132,8 +132,8 @@ class GradientWeights(Policy):
 
     def _hook(self) -> None:
         shards, models = self._registered.shards, self._registered.models
-        found = shards.full_parameters() if shards else [p for model in models for p in model.parameters()]
-        for each in {id(parameter): parameter for parameter in found}.values():
+        parameters = shards.full_parameters() if shards else [p for model in models for p in model.parameters()]
+        for each in {id(parameter): parameter for parameter in parameters}.values():
             if each.is_floating_point() or each.is_complex():
                 trained = each.requires_grad  # user code may unfreeze it before its backward pass
                 each.requires_grad_(True)
@@ -190,8 +190,8 @@ class GradientWeights(Policy):
             count = _checked(count)
         if not self._agreed or (isinstance(count, Counted) and not self._counts):
             self._agree(count)
-        own = count is None and self._default  # a pass of user code, beside one of a default method
-        if step.place == 0 and step.closing and (own or self._ranks() == 1):
+        by_user = count is None and self._default  # a pass of user code, beside one of a default method
+        if step.place == 0 and step.closing and (by_user or self._ranks() == 1):
             return count  # nothing shares its step
         if (count is not None) != self._counts:
             how = "without a count after others with one" if count is None else "with a count after others without one"
@@ -207,8 +207,8 @@ class GradientWeights(Policy):
 
     def _agree(self, count: Any) -> None:
         """Agree with the other ranks on whether counts are passed, and travel."""
-        own, ranks = isinstance(count, Counted), self._ranks()
-        known = own and not isinstance(count.value, torch.Tensor)
+        is_default, ranks = isinstance(count, Counted), self._ranks()
+        known = is_default and not isinstance(count.value, torch.Tensor)
         usual = float(count.value / count.samples) if known else 0.0
         always = self._travel or self._differs or not known
         travels = count is not None and (always or not usual.is_integer())
@@ -221,7 +221,7 @@ class GradientWeights(Policy):
             raise ConfigError(
                 f"{counts:.0f} of {ranks} ranks have passed count to self.backward, and the others have not: {EACH}"
             )
-        self._agreed, self._counts, self._default, self._usual = True, counts > 0, own, usual
+        self._agreed, self._counts, self._default, self._usual = True, counts > 0, is_default, usual
         self._travels = travel > 0 or ranks * squares != sums * sums
 
     def _factor(self, step: Step, count: Any) -> torch.Tensor:
@@ -273,12 +273,12 @@ def _checked(count: Any) -> Any:
 
 def labels_counted(labels: torch.Tensor, ignored: int, weight: torch.Tensor | None = None) -> Any:
     """Count the labels that are not the `ignored` one, or add the weights of their classes."""
-    kept = labels != ignored
+    mask = labels != ignored
     if weight is not None:
-        found = (weight[labels.long() * kept] * kept).sum()
+        count = (weight[labels.long() * mask] * mask).sum()
     else:
-        found = kept.sum(dtype=None if kept.is_cpu else torch.float64)  # in which ranks add them
-    return found.item() if found.is_cpu else found
+        count = mask.sum(dtype=None if mask.is_cpu else torch.float64)  # in which ranks add them
+    return count.item() if count.is_cpu else count
 
 
 def _are_labels(target: Any) -> bool:

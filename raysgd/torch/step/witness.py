@@ -27,9 +27,9 @@ class Witness(nn.Module):
     def forward(self, rows: Any, weights: Any = None) -> torch.Tensor:
         """Compute 0, whose gradient at each of these rows is its weight, by default an equal
         one."""
-        found = self.entered[torch.as_tensor(rows).to(self.entered.device) % len(self.entered)]
-        given = torch.full_like(found, 1 / len(found)) if weights is None else weights
-        return (found - found.detach()) @ given.to(found)
+        entries = self.entered[torch.as_tensor(rows).to(self.entered.device) % len(self.entered)]
+        factors = torch.full_like(entries, 1 / len(entries)) if weights is None else weights
+        return (entries - entries.detach()) @ factors.to(entries)
 
 
 class Enter(Policy):
@@ -67,17 +67,17 @@ class Watched(TrainingOperator):
     def register(self, *, models: Any, optimizers: Any, **more: Any) -> Any:
         registered, witness = self._registered, Witness(self.places)
         clears = torch.optim.SGD(witness.parameters(), lr=1.0)  # and unscales; it makes no steps, which would count
-        given = [*registered.as_list(models), witness], [*registered.as_list(optimizers), clears]
-        wrapped, stepped, *rest = super().register(models=given[0], optimizers=given[1], **more)
+        lists = [*registered.as_list(models), witness], [*registered.as_list(optimizers), clears]
+        wrapped, stepped, *rest = super().register(models=lists[0], optimizers=lists[1], **more)
         return registered.like(models, wrapped[:-1]), registered.like(optimizers, stepped[:-1]), *rest
 
     def unwrapped(self, model: Any = None) -> Any:
         models = self._registered.models
         return super().unwrapped(models[0] if model is None and len(models) == 2 else model)
 
-    def _only_optimizer(self, given: Any = None) -> Any:
-        own = self._registered.optimizers[:-1]
-        return own[0] if given is None and len(own) == 1 else super()._only_optimizer(given)
+    def _only_optimizer(self, optimizer: Any = None) -> Any:
+        optimizers = self._registered.optimizers[:-1]
+        return optimizers[0] if optimizer is None and len(optimizers) == 1 else super()._only_optimizer(optimizer)
 
     def _make_policies(self) -> list[Policy]:
         return [*super()._make_policies(), Enter(self._registered)]

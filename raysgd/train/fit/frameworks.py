@@ -79,10 +79,10 @@ class HorovodTrainer(DataParallelTrainer):
 
 def _select(kind: type[BackendConfig], **named: Any) -> BackendConfig:
     """Choose the config that was passed under one of its names, or the default."""
-    given = {name: config for name, config in named.items() if config is not None}
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} are names of one argument: pass only one of them")
-    for name, config in given.items():
+    configs = {name: config for name, config in named.items() if config is not None}
+    if len(configs) > 1:
+        raise ConfigError(f"{' and '.join(configs)} are names of one argument: pass only one of them")
+    for name, config in configs.items():
         if not isinstance(config, kind):
             raise ConfigError(f"{name} must be a raysgd.train.{kind.__name__}, got {config!r}")
-    return next(iter(given.values()), kind())
+    return next(iter(configs.values()), kind())

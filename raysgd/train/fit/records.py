@@ -70,11 +70,11 @@ class StoredRun:
 
     def metrics_by_checkpoint(self) -> dict[int, dict[str, Any]]:
         """Return the metrics reported with each checkpoint, or with the next report."""
-        found: dict[int, dict[str, Any]] = {}
+        metrics: dict[int, dict[str, Any]] = {}
         for row, number in zip(self.rows, self.checkpoints, strict=True):
             if number is not None:
-                found.setdefault(number, row)
-        return found
+                metrics.setdefault(number, row)
+        return metrics
 
 
 def _read_state(place: Any) -> dict[str, Any]:

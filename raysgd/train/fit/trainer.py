@@ -103,17 +103,17 @@ class DataParallelTrainer:
         for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):
                 what = "a dict" if kind is Mapping else f"a raysgd.train.{kind.__name__}"
-                given = getattr(self, name)
-                raise ConfigError(f"{name} must be {what}, got {given!r}{rays_own(given)}")
+                value = getattr(self, name)
+                raise ConfigError(f"{name} must be {what}, got {value!r}{rays_own(value)}")
         try:
             self.metadata = json.loads(json.dumps(dict(self.metadata)))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"metadata must be plain JSON, because it is stored with checkpoints: {error}") from error
-        given = self.resume_from_checkpoint
-        known = isinstance(given, (Checkpoint, Mapping, str, Path, Uri)) or hasattr(given, "as_directory")
-        if given is not None and not known:
+        value = self.resume_from_checkpoint
+        known = isinstance(value, (Checkpoint, Mapping, str, Path, Uri)) or hasattr(value, "as_directory")
+        if value is not None and not known:
             raise ConfigError(
-                f"resume_from_checkpoint must be a Checkpoint, a dict, or the path or URI of a stored one, got {given!r}"
+                f"resume_from_checkpoint must be a Checkpoint, a dict, or the path or URI of a stored one, got {value!r}"
             )
 
     # -- running --------------------------------------------------------------------------------------

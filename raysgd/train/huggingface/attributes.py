@@ -85,25 +85,25 @@ class Attributes:
             if is_equal(value, before) if marks is None else marks_of(value) == marks:
                 continue
             try:
-                found = Saved(copied(value.state_dict())) if same and has_state else copy.deepcopy(value, memo)
+                change = Saved(copied(value.state_dict())) if same and has_state else copy.deepcopy(value, memo)
             except Exception as error:
                 if data and not exports and (attribute in first or isinstance(value, Iterator)):
                     raise ConfigError(NOT_COPIED % (attribute, type(owner).__name__, type(value).__name__)) from error
                 continue
-            if not is_equal(found, before):
-                yield attribute, found
+            if not is_equal(change, before):
+                yield attribute, change
 
     def put_back(self, changed: Mapping[str, Mapping[str, Any]]) -> None:
         memo: dict[Any, Any] = {"live": self._live}
         for name, owner in self._owners.items():
-            kept = changed.get(name, {})
-            for attribute, value in {**self._first[name], **kept}.items():
+            changes = changed.get(name, {})
+            for attribute, value in {**self._first[name], **changes}.items():
                 now = vars(owner).get(attribute)
-                if attribute in kept or is_data(now, owner):
-                    found = copy.deepcopy(value, memo)
+                if attribute in changes or is_data(now, owner):
+                    new_value = copy.deepcopy(value, memo)
                     # There is one of each live object, and of what has no copy, such as a member of an Enum.
-                    is_one = found is value or isinstance(value, Reference)
-                    vars(owner)[attribute] = found if is_one else renewed(now, found)
+                    is_one = new_value is value or isinstance(value, Reference)
+                    vars(owner)[attribute] = new_value if is_one else renewed(now, new_value)
 
 
 @dataclasses.dataclass
@@ -113,24 +113,24 @@ class Saved:
     state: Any
 
 
-def renewed(now: Any, kept: Any) -> Any:
+def renewed(now: Any, target: Any) -> Any:
     """What an attribute that is `now` this becomes: the same object with other content, if it can,
     because the function may have it, too."""
-    if isinstance(kept, Saved):
-        now.load_state_dict(kept.state)
-    elif now is kept or type(now) is not type(kept):
-        return kept
+    if isinstance(target, Saved):
+        now.load_state_dict(target.state)
+    elif now is target or type(now) is not type(target):
+        return target
     elif isinstance(now, (list, deque)):
         now.clear()
-        now.extend(kept)
+        now.extend(target)
     elif isinstance(now, (dict, set)):
         now.clear()
-        now.update(kept)
+        now.update(target)
     elif hasattr(now, "__dict__") and not isinstance(now, DATA) and type(now).__reduce__ is OF_ATTRIBUTES:
         vars(now).clear()
-        vars(now).update(vars(kept))
+        vars(now).update(vars(target))
     else:
-        return kept
+        return target
     return now
 
 
@@ -139,8 +139,8 @@ def is_data(value: Any, owner: Any) -> bool:
     library that raysgd knows."""
     first = next(kind for kind in type(owner).__mro__ if not kind.__module__.startswith("raysgd."))
     package = first.__module__.partition(".")[0]
-    own = package not in LIBRARIES and package == type(value).__module__.partition(".")[0]
-    return own or (isinstance(value, DATA) and not isinstance(value, io.IOBase))
+    is_own = package not in LIBRARIES and package == type(value).__module__.partition(".")[0]
+    return is_own or (isinstance(value, DATA) and not isinstance(value, io.IOBase))
 
 
 def marks_of(value: Any) -> list[Any] | None:

@@ -91,9 +91,9 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         self._per_step = self._state["ranks"] * self.first_steps
 
     @contextlib.contextmanager
-    def running(self, given: Any) -> Iterator[Any]:
+    def running(self, source: Any) -> Iterator[Any]:
         """A context for a Trainer's `train`, with the folder that it resumes from: if there is no
-        commit, the `given` one."""
+        commit, the `source` one."""
         trainer, info = self._trainer, self._session.rank_info
         callbacks, args = trainer.callback_handler.callbacks, trainer.args
         asked = args.gradient_accumulation_steps, args.eval_on_start
@@ -107,12 +107,12 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
                 if self._pending is not None:
                     state = {**self._pending["before"].content["state"], "stateful_callbacks": {}}
                     type(trainer.state)(**state).save_to_json(str(Path(folder, STATE_FILE)))
-                yield given if self._pending is None else folder
+                yield source if self._pending is None else folder
         finally:
             commit: Commit | None = self._session.commit  # outside of a trainer, there is none
-            kept = commit.kept.content["trainer"] if commit is not None and commit.kept.content else {}
-            if self._before is not None and kept:
-                kept["lost"] = isinstance(kept["moving"], ByReference) and kept["versions"] != self._count_versions()
+            part = commit.kept.content["trainer"] if commit is not None and commit.kept.content else {}
+            if self._before is not None and part:
+                part["lost"] = isinstance(part["moving"], ByReference) and part["versions"] != self._count_versions()
             vars(trainer.accelerator).pop("clip_grad_norm_", None)
             args.gradient_accumulation_steps, args.eval_on_start = asked
             callbacks.remove(self)
@@ -271,10 +271,10 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
             "random": ByReference(generator_states()),
         }
 
-    def _restore(self, kept: dict[str, Any]) -> None:
+    def _restore(self, content: dict[str, Any]) -> None:
         """Put back what a commit has, except attributes."""
-        trainer, before = self._trainer, copied(kept["before"].content)
-        self._load_if_changed(kept)
+        trainer, before = self._trainer, copied(content["before"].content)
+        self._load_if_changed(content)
         for group, saved in zip(trainer.optimizer.param_groups, before["groups"], strict=True):
             group.update({**saved, "params": group["params"]})
         for parameter, is_trained in zip(self._parameters, before["trained"].content, strict=True):
@@ -287,26 +287,26 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         vars(trainer.control).update(before["control"])
         vars(trainer).update(before["loop"])
 
-    def _put_back(self, kept: dict[str, Any]) -> None:
+    def _put_back(self, content: dict[str, Any]) -> None:
         """Put all back to what it was as the step began, whatever was called since then."""
         assert self._attributes is not None
-        self._restore(kept)
-        self._attributes.put_back(kept["before"].content["attributes"].content)
-        if kept["stepped"] is not None:
-            self._norm = kept["stepped"].content["norm"]
-            skip_once(self._trainer.optimizer, lambda: self._end_again(kept))
-        set_generators(kept["before"].content["random"].content)
-        self._points.resume(kept["points"].content)
-        self._before, self._stepped, self._pending = kept["before"], kept["stepped"], None
+        self._restore(content)
+        self._attributes.put_back(content["before"].content["attributes"].content)
+        if content["stepped"] is not None:
+            self._norm = content["stepped"].content["norm"]
+            skip_once(self._trainer.optimizer, lambda: self._end_again(content))
+        set_generators(content["before"].content["random"].content)
+        self._points.resume(content["points"].content)
+        self._before, self._stepped, self._pending = content["before"], content["stepped"], None
         self._state.keep_again()
 
-    def _end_again(self, kept: dict[str, Any]) -> None:
+    def _end_again(self, content: dict[str, Any]) -> None:
         """Take what the step had computed before, in place of what it has computed with its new
         weights; except attributes of another rank, or of other ranks' parts: a rank's own parts can
         be in them."""
         assert self._attributes is not None
-        stepped = kept["stepped"].content
-        self._load_if_changed(kept)
+        stepped = content["stepped"].content
+        self._load_if_changed(content)
         vars(self._trainer).update(copied(stepped["loop"]))
         if stepped["place"] == (self._windows.rank, self._windows.ranks):
             self._attributes.put_back(stepped["attributes"])
@@ -317,22 +317,22 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
             self._norm = type(self._trainer.accelerator).clip_grad_norm_(self._trainer.accelerator, *args, **kwargs)
         return self._norm
 
-    def _load_if_changed(self, kept: dict[str, Any]) -> None:
+    def _load_if_changed(self, content: dict[str, Any]) -> None:
         """Load buffers, and weights and the optimizer's state unless they are as in the commit."""
-        self._load_tensors(kept["buffers"])
+        self._load_tensors(content["buffers"])
         if self._versions != self._count_versions():
-            moving = kept["moving"].content if isinstance(kept["moving"], ByReference) else kept["moving"]
+            moving = content["moving"].content if isinstance(content["moving"], ByReference) else content["moving"]
             self._load_tensors(moving["weights"])
             groups = self._trainer.optimizer.state_dict()["param_groups"]
             self._trainer.optimizer.load_state_dict({"state": moving["optimizer"], "param_groups": groups})
             self._versions = self._count_versions()
 
-    def _load_tensors(self, found: dict[str, Any]) -> None:
+    def _load_tensors(self, tensors: dict[str, Any]) -> None:
         model = self._trainer.model
-        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         with torch.no_grad():
-            for name, value in found.items():
-                own[name].copy_(value)
+            for name, value in tensors.items():
+                targets[name].copy_(value)
 
     # -- called by the Trainer ------------------------------------------------------------------------
 
@@ -418,10 +418,10 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
 
 def skip_once(optimizer: Any, instead: Callable[[], None]) -> None:
     """Let the next call of `optimizer.step` do this instead."""
-    own = optimizer.step
+    original = optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> None:
-        optimizer.step = own
+        optimizer.step = original
         instead()
 
     optimizer.step = step

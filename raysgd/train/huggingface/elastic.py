@@ -125,10 +125,10 @@ class Elastic(WeightsInMemory):
             assert self.continuation is not None
             weight = 1 / self.continuation.rank_ratio
             kwargs["num_items_in_batch"] = kwargs["num_items_in_batch"] * weight
-        found = inner.compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+        result = inner.compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         if weight == 1:
-            return found
-        return (found[0] * weight, *found[1:]) if return_outputs else found * weight
+            return result
+        return (result[0] * weight, *result[1:]) if return_outputs else result * weight
 
     def _multiplies_by_ranks(self, items: Any) -> bool:
         """Whether transformers multiplies a loss in an evaluation by the number of ranks, because
@@ -161,12 +161,12 @@ def ignores_items(compute_loss: Any) -> bool:
     if not isinstance(compute_loss, FunctionType):
         return False
     parameters = inspect.signature(compute_loss, follow_wrapped=False).parameters.values()
-    given = {"num_items_in_batch", *(each.name for each in parameters if each.kind is each.VAR_KEYWORD)}
+    names = {"num_items_in_batch", *(each.name for each in parameters if each.kind is each.VAR_KEYWORD)}
     code = compute_loss.__code__
-    if given & {*code.co_cellvars} or COUNTS & names_in(code):
+    if names & {*code.co_cellvars} or COUNTS & names_in(code):
         return False
     steps = [each for each in dis.get_instructions(code) if "FAST" in each.opname]
-    return not any(given & ({each.argval} if isinstance(each.argval, str) else {*each.argval}) for each in steps)
+    return not any(names & ({each.argval} if isinstance(each.argval, str) else {*each.argval}) for each in steps)
 
 
 def names_in(code: CodeType) -> set[str]:
@@ -186,12 +186,12 @@ def without_labels(batch: Any) -> Any:
 def check(trainer: Any) -> None:
     """Raise an error for a Trainer that cannot continue with the next batch."""
     args, accelerator = trainer.args, trainer.accelerator
-    own = own_loss(trainer)
-    unknown = trainer.model_accepts_loss_kwargs and loss_is_scaled(trainer) is None and not ignores_items(own)
-    if unknown and not own.__module__.startswith("transformers."):
+    function = own_loss(trainer)
+    unknown = trainer.model_accepts_loss_kwargs and loss_is_scaled(trainer) is None and not ignores_items(function)
+    if unknown and not function.__module__.startswith("transformers."):
         raise ConfigError(
-            f"{getattr(own, '__qualname__', own)} can read num_items_in_batch, or how many micro-batches a step has, and an elastic "
-            "Trainer cannot know whether it divides its loss by that. After a worker failure, its gradients could be wrong. Write "
+            f"{getattr(function, '__qualname__', function)} can read num_items_in_batch, or how many micro-batches a step has, and an "
+            "elastic Trainer cannot know whether it divides its loss by that. After a worker failure, its gradients could be wrong. Write "
             "`loss_is_scaled_for_ga = True` in the class if it divides (by num_items_in_batch: multiplied by accelerator.num_processes, as "
             "transformers does), or False if it is a mean over the batch that it got (transformers 5.20 or newer)"
         )
@@ -212,8 +212,8 @@ def check(trainer: Any) -> None:
         "average_tokens_across_devices=False, which weighs tokens by their rank": not args.average_tokens_across_devices,
         "past_index, which gives a rank what it has computed from its last batch": getattr(args, "past_index", -1) >= 0,
     }
-    for name, found in refused.items():
-        if found:
+    for name, is_set in refused.items():
+        if is_set:
             raise ConfigError(
                 f"an elastic Trainer cannot continue in the middle of an epoch with {name}: leave it out, or pass "
                 "prepare_trainer(trainer, elastic=False), which starts again from the newest checkpoint after a worker failure"

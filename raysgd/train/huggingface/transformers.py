@@ -113,4 +113,4 @@ def is_ray_data(batches: Any) -> bool:
 
 
 def loader_of(batches: Any) -> DataLoader[Any]:
-    return DataLoader(RayTorchIterableDataset(batches), batch_size=1, collate_fn=lambda found: found[0])
+    return DataLoader(RayTorchIterableDataset(batches), batch_size=1, collate_fn=lambda items: items[0])

@@ -52,17 +52,17 @@ class Continuation:
         self.committing, self.checkpoint = False, dict[str, Any]()
         self.weight = 1.0  # of the mean loss of this rank's part of the batch
         self._loader: DividedLoader | None = None
-        self._found: dict[str, Any] = {}  # the commit from which the fit has not resumed yet
+        self._commit: dict[str, Any] = {}  # the commit from which the fit has not resumed yet
         self._rest = FitState(trainer, says=session.rank_info.world_rank == 0 and session.attempt.number < 2)
         self._logs = Logs(trainer)
         versions = trainer.strategy.broadcast(self._logs.versions)
         self._state = elastic({"trainer": self, "workers": session.planned_ranks, "versions": versions})
-        self._logs.continue_in(self._state["versions"], resumes=bool(self._found))
+        self._logs.continue_in(self._state["versions"], resumes=bool(self._commit))
         self._sanity_steps = trainer.num_sanity_val_steps
         self.saved: list[str] = []  # files of checkpoints, since the last commit
-        if self._found:
+        if self._commit:
             trainer.ckpt_path, trainer.num_sanity_val_steps = COMMIT, 0
-            self.saved = self._found["saved"].content
+            self.saved = self._commit["saved"].content
             replace_files(trainer, self.saved)
 
     # -- commits ----------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ class Continuation:
             self.trainer.save_checkpoint(COMMIT, weights_only=False)
         finally:
             self.committing = False
-        kept = self._rest.keep(self.checkpoint["state_dict"])
+        rest = self._rest.keep(self.checkpoint["state_dict"])
         measured: list[Any] = [self._rest.measured()]
         if self.rank_info.world_size > 1:  # a worker that fails takes its own along
             measured *= self.rank_info.world_size
@@ -84,34 +84,34 @@ class Continuation:
         checkpoint = {**self.checkpoint, "optimizer_states": [], "lr_schedulers": [], "loops": None}
         by_reference = {"saved": self.saved, "random": generator_states(), "points": self._logs.points.committed}
         return {
-            **{"checkpoint": checkpoint, "rest": kept, "measured": measured},
+            **{"checkpoint": checkpoint, "rest": rest, "measured": measured},
             **{name: ByReference(each) for name, each in by_reference.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._found = state
+        self._commit = state
 
     def resumed(self, path: Any) -> dict[str, Any] | None:
         """The commit that Lightning is to load, or None to load `path`."""
-        if not self._found or not (self.trainer.training or path == COMMIT):
+        if not self._commit or not (self.trainer.training or path == COMMIT):
             return None
         if self.trainer.training:
             self.trainer.ckpt_path = None
-        return copy.deepcopy(self._found["checkpoint"])  # type: ignore[no-any-return]
+        return copy.deepcopy(self._commit["checkpoint"])  # type: ignore[no-any-return]
 
     def begin(self) -> bool:
         """Begin in the epoch of the commit, if the fit resumes from one."""
-        if self._found:
-            self._rest.begin_in_epoch(self._found["rest"])
-        return bool(self._found)
+        if self._commit:
+            self._rest.begin_in_epoch(self._commit["rest"])
+        return bool(self._commit)
 
     def put_back(self) -> None:
         """Put the objects into the state of the commit, if the fit resumes from one: Lightning's
         own resume leaves out what hooks have set. This is done at the first batch, because hooks of
         the fit's start act on new objects in each attempt."""
-        if self._found:
-            self._rest.put_back(self._found["rest"])
-            self._rest.share_measured(self._found["measured"], first=self.rank_info.world_rank == 0)
+        if self._commit:
+            self._rest.put_back(self._commit["rest"])
+            self._rest.share_measured(self._commit["measured"], first=self.rank_info.world_rank == 0)
 
     def begin_batch(self) -> None:
         """Leave a batch out of means over the epoch if its samples are another rank's."""
@@ -145,8 +145,8 @@ class Continuation:
         if not hasattr(self.trainer, "val_check_interval"):
             raise refused("val_check_interval as a time", "give a number of batches, or a part of an epoch")
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
-            found = "precision='16-mixed', because with fewer workers other steps would overflow"
-            raise refused(found, "use 'bf16-mixed' or '32-true'")
+            feature = "precision='16-mixed', because with fewer workers other steps would overflow"
+            raise refused(feature, "use 'bf16-mixed' or '32-true'")
 
     def divided(self, loader: Any) -> DividedLoader:
         """The loader of this rank's part of each step."""
@@ -166,11 +166,11 @@ class Continuation:
         """Commit before batch number `batch` of the epoch, if it is time for it. The first one
         after a resume is that of the last commit: another would let raysgd forget which reports are
         repeated."""
-        if self._found:
-            self._logs.points.resume(self._found["points"].content)
-            set_generators(self._found["random"].content)
+        if self._commit:
+            self._logs.points.resume(self._commit["points"].content)
+            set_generators(self._commit["random"].content)
             self.trainer.num_sanity_val_steps = self._sanity_steps
-            self._found, self._batches = {}, 0
+            self._commit, self._batches = {}, 0
         elif self._batches >= self._every and batch % self.trainer.accumulate_grad_batches == 0:
             self._logs.points.commit(self._state.commit)
             self._batches = 0

@@ -48,9 +48,9 @@ NOT_COPIED = (
 )
 
 
-def refused(found: str, instead: str) -> ConfigError:
+def refused(feature: str, instead: str) -> ConfigError:
     return ConfigError(
-        f"RayDDPStrategy cannot continue within an epoch with {found}: {instead}, or pass elastic=False to "
+        f"RayDDPStrategy cannot continue within an epoch with {feature}: {instead}, or pass elastic=False to "
         "prepare_trainer, with which a failure starts the function again"
     )
 
@@ -113,44 +113,44 @@ class FitState:
         yield "", self._trainer.lightning_module
         for number, each in enumerate(self._trainer.callbacks):
             if isinstance(each, self._complete):
-                held = vars(each).items()
-                yield from ((f"{number} {name}", value) for name, value in held if isinstance(value, torch.nn.Module))
+                items = vars(each).items()
+                yield from ((f"{number} {name}", value) for name, value in items if isinstance(value, torch.nn.Module))
 
     def _leave_out(self, content: dict[str, dict[str, Any]], named: dict[int, str]) -> None:
         """Take out the attributes that cannot be pickled, and name those that user classes have."""
-        for name, held in content.items():
-            for attribute in [*held]:
+        for name, values in content.items():
+            for attribute in [*values]:
                 try:
-                    _dumps(held[attribute], named)
+                    _dumps(values[attribute], named)
                 except Exception as error:
                     kind, known = type(dict(self._named())[name]), isinstance(error, _OfTheFunction)
                     if self._says and not known and not kind.__module__.startswith(OTHERS):
-                        logger.warning(NOT_COPIED, f"{kind.__name__}.{attribute} ({type(held[attribute]).__name__})")
-                    del held[attribute]
+                        logger.warning(NOT_COPIED, f"{kind.__name__}.{attribute} ({type(values[attribute]).__name__})")
+                    del values[attribute]
                     self._not_copied.add((name, attribute))
 
-    def begin_in_epoch(self, kept: dict[str, Any]) -> None:
+    def begin_in_epoch(self, content: dict[str, Any]) -> None:
         """Let the fit begin within the epoch of the commit, so that no hook of its start is called
         again. The batch at which it begins is the loader's, which comes with its state."""
         fit = self._trainer.fit_loop
-        fit.epoch_progress.load_state_dict(kept["epoch"])
-        fit.max_epochs, fit._restarting = kept["max_epochs"], True
+        fit.epoch_progress.load_state_dict(content["epoch"])
+        fit.max_epochs, fit._restarting = content["max_epochs"], True
 
-    def put_back(self, kept: dict[str, Any]) -> None:
+    def put_back(self, content: dict[str, Any]) -> None:
         """Put weights and attributes into the objects."""
         with torch.no_grad():
             for name, value in self._weights():
-                value.copy_(kept["weights"][name])
+                value.copy_(content["weights"][name])
         named = dict(self._named())
-        for name, held in _Unpickler(kept["pickled"], named, self._trainer.strategy.root_device).load().items():
+        for name, state in _Unpickler(content["pickled"], named, self._trainer.strategy.root_device).load().items():
             live: Any = named.get(name)
             if name == "parameters":
-                for each, requires_grad in held.items():
+                for each, requires_grad in state.items():
                     named[each].requires_grad_(requires_grad)
             elif name.startswith("scheduler"):
-                live.load_state_dict(held)
+                live.load_state_dict(state)
             else:
-                for attribute, value in held.items():
+                for attribute, value in state.items():
                     _put_back(vars(live), attribute, value)
 
     # -- what the ranks have measured -----------------------------------------------------------
@@ -170,17 +170,17 @@ class FitState:
     def measured(self) -> dict[tuple[str, str], Any]:
         """This rank's share of what its epoch has measured. Raise ConfigError for a metric that is
         more than sums."""
-        found = {}
+        sums = {}
         for name, each, kinds in self._measured():
             for state, kind in kinds.items():
                 if kind in REDUCE and hasattr(each, state):
-                    found[name, state] = getattr(each, state).cpu()
+                    sums[name, state] = getattr(each, state).cpu()
             if isinstance(each, Metric) and {*kinds.values()} - {*REDUCE}:
                 raise refused(
                     f"{name}, {type(each).__name__}, in training_step, because a failed worker takes the samples that it gathers along",
                     "measure it in a validation, or take a metric that adds up (as with thresholds=100)",
                 )
-        return found
+        return sums
 
     def leave_out_batch(self) -> None:
         """Let this batch count as none in means over the epoch."""
@@ -225,30 +225,30 @@ class FitState:
 
     def _attributes(self, objects: list[tuple[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
         requires_grad = {}
-        left: Set[str]
+        omissions: Set[str]
         for name, live in objects:
             kind = name.split()[0]
             if kind in STATE:
-                held = {each: vars(live)[each] for each in STATE[kind].split() if each in vars(live)}
+                attributes = {each: vars(live)[each] for each in STATE[kind].split() if each in vars(live)}
             elif kind == "module":
-                left = self._standard | OF_METRICS if isinstance(live, Metric) else self._standard
-                held = {each: value for each, value in vars(live).items() if each not in left}
+                omissions = self._standard | OF_METRICS if isinstance(live, Metric) else self._standard
+                attributes = {each: value for each, value in vars(live).items() if each not in omissions}
             elif kind == "callback":
                 complete = isinstance(live, self._complete)
-                left = _set_by_lightning(type(live)) if complete else NOT_KEPT  # type: ignore[arg-type]
-                held = {each: value for each, value in vars(live).items() if each not in left}
+                omissions = _set_by_lightning(type(live)) if complete else NOT_KEPT  # type: ignore[arg-type]
+                attributes = {each: value for each, value in vars(live).items() if each not in omissions}
             elif kind in ("dataset", "data") and hasattr(live, "__dict__"):
-                held = {each: value for each, value in vars(live).items() if isinstance(value, (int, float, str))}
+                attributes = {each: value for each, value in vars(live).items() if isinstance(value, (int, float, str))}
             elif kind == "optimizer":
-                held = {each: value for each, value in vars(live).items() if each not in self._of_optimizers}
+                attributes = {each: value for each, value in vars(live).items() if each not in self._of_optimizers}
             elif kind == "scheduler":
-                held = live.state_dict()
+                attributes = live.state_dict()
             elif kind == "parameter":
                 requires_grad[name] = live.requires_grad
                 continue
             else:
                 continue
-            yield name, {each: value for each, value in held.items() if (name, each) not in self._not_copied}
+            yield name, {each: value for each, value in attributes.items() if (name, each) not in self._not_copied}
         yield "parameters", requires_grad
 
 
@@ -312,13 +312,13 @@ def _dumps(value: Any, named: dict[int, str]) -> tuple[bytes, list[torch.Tensor]
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, kept: tuple[bytes, list[torch.Tensor]], named: dict[str, Any], device: torch.device) -> None:
-        super().__init__(io.BytesIO(kept[0]))
-        self._tensors, self._named, self._device = kept[1], named, device
+    def __init__(self, content: tuple[bytes, list[torch.Tensor]], named: dict[str, Any], device: torch.device) -> None:
+        super().__init__(io.BytesIO(content[0]))
+        self._tensors, self._named, self._device = content[1], named, device
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
-        return {_live: self._named.__getitem__, _tensor: self._made}.get(found, found)
+        value = super().find_class(module, name)
+        return {_live: self._named.__getitem__, _tensor: self._made}.get(value, value)
 
     def _made(self, number: int, device: str, trained: bool | None) -> torch.Tensor:
         copy = self._tensors[number].to(self._device if device == self._device.type else device, copy=True)

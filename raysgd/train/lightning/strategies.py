@@ -118,8 +118,8 @@ class RayDDPStrategy(_OnWorkers, strategies.DDPStrategy):  # type: ignore[misc]
         super().save_checkpoint(checkpoint, filepath, *args, **kwargs)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        found = None if self.continuation is None else self.continuation.resumed(checkpoint_path)
-        return super().load_checkpoint(checkpoint_path, *args, **kwargs) if found is None else found
+        checkpoint = None if self.continuation is None else self.continuation.resumed(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs) if checkpoint is None else checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         if self.continuation is None or not self.continuation.begin():
@@ -158,8 +158,8 @@ def prepare_trainer(trainer: Any, *, elastic: bool = True, commit_every: int = 1
             f"prepare_trainer needs a Trainer with strategy= one of {names}, got {type(strategy).__name__}"
         )
     if not isinstance(strategy.cluster_environment, RayLightningEnvironment):
-        found = type(strategy.cluster_environment).__name__
-        raise ConfigError(f"prepare_trainer needs a Trainer with plugins=[RayLightningEnvironment()], got {found}")
+        plugin = type(strategy.cluster_environment).__name__
+        raise ConfigError(f"prepare_trainer needs a Trainer with plugins=[RayLightningEnvironment()], got {plugin}")
     if elastic and isinstance(strategy, RayDDPStrategy):
         strategy.continuation = Continuation(trainer, current("lightning.prepare_trainer"), commit_every)
     return trainer

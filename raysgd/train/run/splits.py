@@ -41,8 +41,8 @@ class DatasetSplits:
     def _split(self, world_size: int, nodes: list[str]) -> list[dict[str, Any]]:
         hints = nodes if len(nodes) == world_size and all(nodes) else None
         if callable(getattr(self._rules, "configure", None)):  # Ray's own DataConfig, or a subclass of it
-            own: list[dict[str, Any]] = self._rules.configure(self._datasets, world_size, None, hints)
-            return own
+            result: list[dict[str, Any]] = self._rules.configure(self._datasets, world_size, None, hints)
+            return result
         rules: DataConfig = self._rules
         shards: list[dict[str, Any]] = [{} for _ in range(world_size)]
         for name, dataset in self._datasets.items():

@@ -266,10 +266,10 @@ class Trainer(RunCheckpoints):
 
 def _make_places(logdir: str | Place | None) -> tuple[Place, Path]:
     """Choose where checkpoints are stored, and where callbacks write."""
-    given = None if logdir is None else place(logdir)
-    if isinstance(given, Uri):
-        return given, create_folder(given.name, "sgd")
-    path = create_folder(given, "sgd")
+    where = None if logdir is None else place(logdir)
+    if isinstance(where, Uri):
+        return where, create_folder(where.name, "sgd")
+    path = create_folder(where, "sgd")
     return path, path
 
 

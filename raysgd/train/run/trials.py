@@ -63,9 +63,9 @@ def perform(workers: FunctionWorkers, job: FunctionJob) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="raysgd-trial-")))
         job = replace(job, checkpoint_config=None, trial=in_trial.describe())
         manager = job.make_manager(folder)
-        if (found := tune.get_checkpoint()) is not None:  # the trial's own, instead of the job's
-            manager.payload = in_trial.bytes_of(found, pickler_class())
-            manager.latest_id = int(found.get_metadata().get(in_trial.NUMBER, manager.latest_id))
+        if (checkpoint := tune.get_checkpoint()) is not None:  # the trial's own, instead of the job's
+            manager.payload = in_trial.bytes_of(checkpoint, pickler_class())
+            manager.latest_id = int(checkpoint.get_metadata().get(in_trial.NUMBER, manager.latest_id))
         taken = manager.latest_id
         executor = FunctionDriver(workers)
         stack.callback(executor.shutdown)
@@ -99,7 +99,7 @@ class TrialReports:
     one, as Ray Train 1.x did. Owns the last one's number, and the last metrics."""
 
     def __init__(self, manager: CheckpointManager) -> None:
-        self._manager, self._taken = manager, manager.latest_id
+        self._manager, self._number = manager, manager.latest_id
         self._trial = in_trial.describe()["trial_id"]
         self._last: Mapping[str, Any] | None = None
         self._report = foreign.replace_report_to_tune(self)
@@ -108,13 +108,13 @@ class TrialReports:
         number, payload = self._manager.latest_id, self._manager.payload
         own: Any = nullcontext(checkpoint)
         if self._trial == in_trial.describe()["trial_id"]:  # Tune can use the process for another trial
-            if checkpoint is None and number > self._taken and payload is not None:
+            if checkpoint is None and number > self._number and payload is not None:
                 own = in_trial.stored(Checkpoint.from_bytes(payload, trusted=True), number)
-            self._last, self._taken = metrics, number
+            self._last, self._number = metrics, number
         with own as found:
             self._report(metrics, checkpoint=found, **more)
 
     def end(self) -> None:
         """Repeat the last report if a checkpoint was saved after it."""
-        if self._last is not None and self._manager.latest_id > self._taken:
+        if self._last is not None and self._manager.latest_id > self._number:
             self(self._last)

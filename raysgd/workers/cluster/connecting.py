@@ -89,9 +89,9 @@ def _connect_on_permanent_thread(gpus: float, *, lasting: bool) -> None:
 def _connect(gpus: float, *, lasting: bool) -> None:
     import ray
 
-    address, found = _find_existing()
+    address, was_found = _find_existing()
     if address != "local":
-        _join(address, found)
+        _join(address, was_found)
         return
     if gpus and (present := foreign.gpus_here()) < gpus:
         raise ResourceError(
@@ -125,9 +125,9 @@ def _connect(gpus: float, *, lasting: bool) -> None:
 def _find_existing() -> tuple[str, bool]:
     """Find the address of the cluster that RAY_ADDRESS names or that runs on this machine, and
     whether it was found there. "local" if there is none."""
-    given = _read_given_address()
-    found = _find_running() if given in ("", "auto") else "local"
-    return given if found == "local" and given else found, found != "local"
+    setting = _read_given_address()
+    address = _find_running() if setting in ("", "auto") else "local"
+    return setting if address == "local" and setting else address, address != "local"
 
 
 def gpus_for_workers(*, join: bool) -> float | None:
@@ -139,8 +139,8 @@ def gpus_for_workers(*, join: bool) -> float | None:
         return None
     ensure_cluster()
     group = find_own_bundles()
-    held = alive_nodes().values() if group is None else group.bundle_specs
-    return float(sum(each.get("GPU", 0) for each in held))
+    resources = alive_nodes().values() if group is None else group.bundle_specs
+    return float(sum(each.get("GPU", 0) for each in resources))
 
 
 def _join_lasting(*, start: bool) -> str:
@@ -148,21 +148,21 @@ def _join_lasting(*, start: bool) -> str:
     import ray
 
     with lasting_cluster.locked() as folder:
-        found = lasting_cluster.address()
-        if not (found or start):
+        current = lasting_cluster.address()
+        if not (current or start):
             return ""
-        if found:
-            _probe(found, True)
+        if current:
+            _probe(current, True)
         try:
-            address = found or lasting_cluster.start(folder)
+            address = current or lasting_cluster.start(folder)
             foreign.use_token_if_available()
             ray.init(address=address, logging_level=logging.WARNING)
         except Exception as error:
-            if found:
-                raise ClusterError(_not_joined(found, True, f"failed ({described(error)})")) from error
+            if current:
+                raise ClusterError(_not_joined(current, True, f"failed ({described(error)})")) from error
             raise ClusterError(NOT_STARTED % described(error).rstrip(".")) from error
     _launchers[require_ray()] = ""
-    if not found:
+    if not current:
         logger.warning(
             "no Ray cluster is running here: started one with %g CPUs, which ends when no script uses it and no trainer with a "
             "name waits in it",
@@ -198,30 +198,30 @@ def _can_fork() -> bool:
 def join_running() -> str:
     """Connect to the cluster that RAY_ADDRESS names or that runs on this machine. Return its
     address, "" if there is none. Raise `ClusterError` or `ConfigError` if that is not possible."""
-    address, found = _find_existing()
+    address, was_found = _find_existing()
     if address in ("local", "auto"):
         return _join_lasting(start=False)
-    _join(address, found)
+    _join(address, was_found)
     return address
 
 
-def _join(address: str, found: bool) -> None:
+def _join(address: str, was_found: bool) -> None:
     """Join an existing cluster, which was found on this machine or named by RAY_ADDRESS. Raise
     `ClusterError` within seconds if that is not possible."""
     import ray
 
-    if found:
+    if was_found:
         logger.warning(
             "joining the Ray cluster at %s, which was found on this machine; set the environment variable "
             "RAY_ADDRESS=local to start one of your own instead",
             address,
         )
-    folder = folder_of_script() if _probe(address, found) else None
+    folder = folder_of_script() if _probe(address, was_found) else None
     environment = {"working_dir": str(folder)} if folder is not None else None
     try:
         context: Any = ray.init(address=address, logging_level=logging.WARNING, runtime_env=environment)
     except Exception as error:
-        raise ClusterError(_not_joined(address, found, f"failed ({described(error)})")) from error
+        raise ClusterError(_not_joined(address, was_found, f"failed ({described(error)})")) from error
     logger.info("connected to the Ray cluster at %s", context.address_info.get("gcs_address", address))
 
 
@@ -231,26 +231,26 @@ def folder_of_script() -> Path | None:
     return next((each for each in folders if each.is_dir() and not is_installed(str(each))), None)
 
 
-def _probe(address: str, found: bool) -> bool:
+def _probe(address: str, was_found: bool) -> bool:
     """Return whether the cluster has other machines, to which Ray does not bring the script's
     modules by itself. Raise `ClusterError` within seconds if it does not answer: Ray's own client
     waits for minutes, and then ends this process. Afterwards this process sends the token of a
     cluster that was found on this machine."""
-    if found:
+    if was_found:
         foreign.use_token_if_available()
     if JOB_CONFIG in os.environ or ":" not in address:  # Ray itself has started a submitted job in its cluster
         return False
     answer = foreign.probe_gcs(address, JOIN_S)
     if answer not in ("ok", "others"):
-        raise ClusterError(_not_joined(address, found, NOT_JOINED.get(answer, f"failed: {answer}")))
+        raise ClusterError(_not_joined(address, was_found, NOT_JOINED.get(answer, f"failed: {answer}")))
     return answer == "others"
 
 
-def _not_joined(address: str, found: bool, why: str) -> str:
-    source = "found on this machine" if found else "which RAY_ADDRESS names"
-    own = "set the environment variable RAY_ADDRESS=local to start a cluster of your own for this script"
-    stale = ". If that cluster no longer exists, `ray stop` removes its address" if found else ""
-    return f"joining the Ray cluster at {address}, {source}, {why}. Correct that, or {own}{stale}"
+def _not_joined(address: str, was_found: bool, why: str) -> str:
+    source = "found on this machine" if was_found else "which RAY_ADDRESS names"
+    remedy = "set the environment variable RAY_ADDRESS=local to start a cluster of your own for this script"
+    stale = ". If that cluster no longer exists, `ray stop` removes its address" if was_found else ""
+    return f"joining the Ray cluster at {address}, {source}, {why}. Correct that, or {remedy}{stale}"
 
 
 def _read_given_address() -> str:

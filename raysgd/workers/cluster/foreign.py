@@ -67,8 +67,8 @@ def probe_gcs(address: str, limit_s: float) -> str:
                 ended = process.poll() is not None
                 content = os.pread(output.fileno(), 1 << 20, 0)  # the process has the same position in the file
                 text = content.decode(errors="replace")
-                if found := PROBED.search(text):
-                    return found["end"] or ("token" if found["token"] else "it does not answer")
+                if match := PROBED.search(text):
+                    return match["end"] or ("token" if match["token"] else "it does not answer")
                 if ended:
                     return (text.strip().splitlines() or ["Ray's client ended without a message"])[-1]
                 if time.monotonic() > until:
@@ -110,14 +110,14 @@ def quick_start(interpreter: str) -> Iterator[dict[str, Any]]:
         (services, "start_api_server", lambda *a, **k: (None, None)),
         (node.Node, "start_monitor", lambda self: None),
     )
-    own, sys.executable = sys.executable, interpreter
+    executable, sys.executable = sys.executable, interpreter
     replaced = [(owner, name, getattr(owner, name), instead) for owner, name, instead in names if hasattr(owner, name)]
     for owner, name, _, instead in replaced:
         setattr(owner, name, instead)
     try:
         yield dict(QUICK)
     finally:
-        sys.executable = own
+        sys.executable = executable
         for owner, name, original, _ in replaced:
             setattr(owner, name, original)
 
@@ -137,8 +137,8 @@ class DeathFilter:
         self.workers: dict[tuple[str, int], float] = {}
 
     def __call__(self, data: Any, *args: Any, **kwargs: Any) -> None:
-        found = DEATH.match("\n".join(data["lines"])) if data["pid"] == "raylet" else None
-        worker = (found["node"], int(found["pid"])) if found is not None else None
+        match = DEATH.match("\n".join(data["lines"])) if data["pid"] == "raylet" else None
+        worker = (match["node"], int(match["pid"])) if match is not None else None
         until = self.workers.pop(worker, 0.0) if worker is not None else 0.0
         if until < time.monotonic():
             self.show(data, *args, **kwargs)
@@ -192,8 +192,8 @@ def other_scripts() -> int:
     import ray
     from ray._private.state import jobs
 
-    own = ray.get_runtime_context().get_job_id()
-    return sum(not job["IsDead"] and job["JobID"] != own for job in jobs())
+    mine = ray.get_runtime_context().get_job_id()
+    return sum(not job["IsDead"] and job["JobID"] != mine for job in jobs())
 
 
 def is_exit_of_actor(error: BaseException) -> bool:

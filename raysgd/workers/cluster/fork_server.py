@@ -174,8 +174,8 @@ def serve(server: socket.socket, driver: LocalProcess, folder: str) -> None:
                     length, starter = HEAD.unpack(head)
                     if raylet is driver:
                         raylet = LocalProcess(starter)
-                    if found := find_what_forks_lack():
-                        sys.exit(NO_FORKS % found)
+                    if lack := find_what_forks_lack():
+                        sys.exit(NO_FORKS % lack)
                     if os.fork() == 0:
                         for key in list(clients.get_map().values()):
                             key.fileobj.close()  # type: ignore[union-attr]
@@ -222,12 +222,12 @@ def _await_requests(clients: selectors.BaseSelector, server: socket.socket) -> I
 
 
 def find_worker_paths(
-    script: str, environment: Mapping[str, str], own: Sequence[str], own_environment: Mapping[str, str]
+    script: str, environment: Mapping[str, str], paths: Sequence[str], own_environment: Mapping[str, str]
 ) -> list[str]:
     """Find what an interpreter would have as `sys.path` for this script. The first of the server's
     own is the parent of raysgd, which can be among the others as well."""
     theirs, inherited = (each.get("PYTHONPATH", "").split(os.pathsep) for each in (environment, own_environment))
-    installed = [path for path in own[1:] if path not in inherited]
+    installed = [path for path in paths[1:] if path not in inherited]
     return [os.path.dirname(script), *filter(None, theirs), *installed]
 
 

@@ -48,17 +48,17 @@ class KeeperActor:
         lease.until = boot_time()
         threading.Thread(target=self._end_if_abandoned, daemon=True).start()
 
-    def perform(self, method: str, *given: Any) -> Any:
+    def perform(self, method: str, *arguments: Any) -> Any:
         """Call a method of the lease."""
-        return getattr(self._lease, method)(*given, boot_time())
+        return getattr(self._lease, method)(*arguments, boot_time())
 
     def workers(self) -> list[str]:
         return list(self._lease.workers)
 
     def waits_s(self) -> float:
         """For how long the workers wait for a script; 0 if it runs."""
-        left = self._lease.until - boot_time()
-        return 0.0 if left > 0 else max(left + self._orphan_s, 0.1)
+        rest = self._lease.until - boot_time()
+        return 0.0 if rest > 0 else max(rest + self._orphan_s, 0.1)
 
     def _end_if_abandoned(self) -> None:
         while boot_time() < self._lease.until + self._orphan_s + PATIENCE_S:
@@ -77,7 +77,7 @@ class Tenure:
         self.on_renewed: Callable[[], None] = lambda: None
         self.on_superseded: Callable[[], None] = lambda: None
         self._renewed_at = boot_time()
-        self._launched, self._taken = list[str](), list[str]()  # workers: by this driver, and by earlier ones
+        self._launched, self._former = list[str](), list[str]()  # workers: by this driver, and by earlier ones
         # Terms grow also if a keeper fails, and with it the number of the newest one is lost.
         self.term, self.record = int(time.time()), dict[str, bytes]()
         self._keeper = self._make_keeper()
@@ -89,7 +89,7 @@ class Tenure:
         """Find or make the trainer's keeper. A new one begins with what this driver knows."""
         import ray
 
-        workers = [*self._taken, *self._launched]
+        workers = [*self._former, *self._launched]
         lease = Lease(self.term, self.record, workers, witnessed=self.term if workers else 0)
         keeper: Any = ray.remote(KeeperActor).options(
             name=keeper_name(self.name),
@@ -117,12 +117,12 @@ class Tenure:
                 )
             time.sleep(0.2)
 
-    def _ask(self, method: str, *given: Any) -> Any:
+    def _ask(self, method: str, *arguments: Any) -> Any:
         import ray
 
         for attempt in (1, 2):
             try:
-                return ray.get(self._keeper.perform.remote(method, *given), timeout=ANSWER_S)
+                return ray.get(self._keeper.perform.remote(method, *arguments), timeout=ANSWER_S)
             except ray.exceptions.RayActorError as error:
                 if boot_time() - self._renewed_at > LEASE_S:
                     raise self._lost(
@@ -186,7 +186,7 @@ class Tenure:
     def begin_again(self) -> None:
         """Forget what earlier drivers have committed, and their workers. Raise SupersededError if
         another driver has taken over."""
-        self.record, self._taken = {}, []
+        self.record, self._former = {}, []
         if not self._ask("begin_again", self.term, self._launched):
             raise self._lost("another script, or `raysgd end`, has taken them over")
 
@@ -195,16 +195,16 @@ class Tenure:
         those that were still starting."""
         import ray
 
-        found, prefix = {}, worker_name(self.name, "")
+        handles, prefix = {}, worker_name(self.name, "")
         started = ray.get(self._keeper.workers.remote(), timeout=ANSWER_S)
         for each in [each for each in _actors() if each.startswith(prefix)]:
             worker = each.removeprefix(prefix)
             with contextlib.suppress(ValueError):  # it has ended since then
-                found[worker] = ray.get_actor(each, namespace=NAMESPACE)
+                handles[worker] = ray.get_actor(each, namespace=NAMESPACE)
                 if worker not in started:
-                    ray.kill(found.pop(worker))
-        self._taken += found
-        return found
+                    ray.kill(handles.pop(worker))
+        self._former += handles
+        return handles
 
     def stop(self) -> None:
         """Renew no longer. The keeper ends with the trainer."""
@@ -228,9 +228,9 @@ def end_trainer(name: str) -> int:
     were. Raise ConfigError if no trainer has this name, TrainerBusyError if its script runs."""
     import ray
 
-    if name not in (found := trainers()):
+    if name not in (names := trainers()):
         raise ConfigError(
-            f"no trainer of this cluster is called {name!r}: its trainers with a name are {sorted(found)}"
+            f"no trainer of this cluster is called {name!r}: its trainers with a name are {sorted(names)}"
         )
     tenure = Tenure(name, 0.0)
     workers = tenure.find_left_workers()
@@ -246,19 +246,19 @@ def trainers() -> dict[str, float]:
     that runs."""
     import ray
 
-    found: dict[str, float] = {}
+    waits: dict[str, float] = {}
     for each in [each for each in _actors() if each.count(":") == 1]:
         with contextlib.suppress(ValueError, ray.exceptions.RayActorError):  # it has ended since then
             keeper: Any = ray.get_actor(each, namespace=NAMESPACE)
-            found[each.removeprefix(keeper_name(""))] = ray.get(keeper.waits_s.remote(), timeout=ANSWER_S)
-    return found
+            waits[each.removeprefix(keeper_name(""))] = ray.get(keeper.waits_s.remote(), timeout=ANSWER_S)
+    return waits
 
 
 def _actors() -> list[str]:
     import ray
 
-    found = ray.util.list_named_actors(all_namespaces=True)
-    return [each["name"] for each in found if each["namespace"] == NAMESPACE]
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return [each["name"] for each in actors if each["namespace"] == NAMESPACE]
 
 
 @dataclass(frozen=True)

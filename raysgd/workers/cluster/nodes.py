@@ -59,8 +59,8 @@ def named_address() -> str | None:
     import psutil  # Ray brings it
 
     known = psutil.net_if_addrs()
-    found = [each for name in chosen for each in known.get(name, ()) if each.family == socket.AF_INET]
-    return next((str(each.address) for each in found if not each.address.startswith("127.")), None)
+    addresses = [each for name in chosen for each in known.get(name, ()) if each.family == socket.AF_INET]
+    return next((str(each.address) for each in addresses if not each.address.startswith("127.")), None)
 
 
 def driver_address() -> str:
@@ -163,8 +163,8 @@ def can_grow() -> bool:
     import ray
 
     announced = any(os.environ.get(name) for name in (START_LIMIT, FUNCTION_START_LIMIT))
-    own = foreign.started_here() or ray.get_runtime_context().gcs_address == lasting_cluster.address()
-    return announced or not own
+    is_own = foreign.started_here() or ray.get_runtime_context().gcs_address == lasting_cluster.address()
+    return announced or not is_own
 
 
 def get_within(limit_s: float, call: Callable[[], T]) -> T | None:
@@ -193,9 +193,9 @@ def wait_for_room(resources: WorkerResources, room: int, ended: Sequence[Any]) -
 
 def warn_no_room_for_data(nodes: Sequence[str], cpus_per_worker: float, names: str) -> bool:
     """Warn if these workers leave no CPU for the tasks that read the data. Return whether."""
-    held = Counter(nodes)
+    counts = Counter(nodes)
     total = {node: float(resources.get("CPU", 0)) for node, resources in alive_nodes().items()}
-    if not nodes or any(total[node] - cpus_per_worker * held[node] >= 1 for node in total):
+    if not nodes or any(total[node] - cpus_per_worker * counts[node] >= 1 for node in total):
         return False
     logger.warning(
         "no CPU is left to read the data (%s): nearly all of the cluster's %g are held by %s with %g CPU each. Ray "
