@@ -86,7 +86,7 @@ def units_to_read(seed: int, units: Any) -> Any:
 
 @mutant("tests/local/test_equal_runs.py::test_two_parts_are_equal_bit_by_bit[dropout]")
 def seed_parts_by_rank(patch: Patch) -> None:
-    from raysgd.replica.feed import Feed
+    from raysgd.replica.steps.feed import Feed
 
     def enter(feed: Feed, seed: Any) -> None:
         seed(epoch=feed.position.epoch, offset=feed.position.offset, part=feed.rank_info.world_rank)
@@ -99,7 +99,7 @@ def seed_parts_by_rank(patch: Patch) -> None:
     "[augmentation in loader processes-kills]"
 )
 def seed_once_per_epoch(patch: Patch) -> None:
-    instead("raysgd.replica.feed.Feed._enter_part", lambda feed, seed: None)(patch)
+    instead("raysgd.replica.steps.feed.Feed._enter_part", lambda feed, seed: None)(patch)
 
 
 # -- buffers ------------------------------------------------------------------------------------------

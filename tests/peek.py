@@ -183,7 +183,7 @@ def change_order(change: Callable[[Any], Any]) -> Any:
 
 def send_ahead(patch: Any) -> None:
     """Let batches be sent to the device in advance, as on GPUs."""
-    from raysgd.replica.feed import Carrier
+    from raysgd.replica.steps.feed import Carrier
 
     patch.setattr(
         "raysgd.torch.replica.make_carrier", lambda device, **options: type("Ahead", (Carrier,), {"ahead": True})()

@@ -126,7 +126,7 @@ def train(
 ) -> Trained:
     """Train on so many workers. If `struck`, one gets a signal in each call but the last."""
     from raysgd.torch import TorchTrainer
-    from raysgd.torch.step.witness import watched
+    from raysgd.torch.step.parts.witness import watched
 
     striker, result = Striker(), Trained()
     with TorchTrainer(**{**arguments, "training_operator_cls": watched(operator), "callbacks": [striker]}) as trainer:

@@ -9,7 +9,7 @@ from typing import Any
 from raysgd.core.measures.metrics import Measured
 from raysgd.core.outcomes import Interrupted
 from raysgd.replica.calls import Phase, choose_arguments, phases_of, split
-from raysgd.replica.position import Position
+from raysgd.replica.steps.position import Position
 
 
 class Evaluations:

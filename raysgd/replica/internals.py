@@ -10,11 +10,11 @@ from typing import Any
 from raysgd.core.measures.average_meters import AverageMeterCollection
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
-from raysgd.replica.feed import Feed, NoFeed
 from raysgd.replica.pace import Pace
-from raysgd.replica.position import Position
 from raysgd.replica.settings import ReplicaSettings
-from raysgd.replica.step import Policies
+from raysgd.replica.steps.feed import Feed, NoFeed
+from raysgd.replica.steps.position import Position
+from raysgd.replica.steps.step import Policies
 
 logger = logging.getLogger("raysgd")
 

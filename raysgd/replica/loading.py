@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from raysgd.errors import CheckpointError
-from raysgd.replica.position import align_position
 from raysgd.replica.replica_base import ReplicaBase
+from raysgd.replica.steps.position import align_position
 from raysgd.storage.seen import UnseenError
 
 T = TypeVar("T")

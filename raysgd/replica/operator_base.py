@@ -18,7 +18,7 @@ from raysgd.core.measures.timers import Timers
 from raysgd.errors import ConfigError, MissingPartError, close_to, shown
 from raysgd.replica.internals import Internals
 from raysgd.replica.settings import ReplicaSettings
-from raysgd.replica.step import Step
+from raysgd.replica.steps.step import Step
 
 COUNTS = (
     "these metrics are pairs of whole numbers, with the number of samples second: %s. raysgd reads a pair as (mean, weight), so the "

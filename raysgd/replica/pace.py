@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from raysgd.core.measures.speed import Sums
-from raysgd.replica.feed import Feed
+from raysgd.replica.steps.feed import Feed
 
 # Of Linux: "<ns that it ran> <ns that it waited for a processor> <turns>".
 SCHEDULER = Path("/proc/thread-self/schedstat")

@@ -19,16 +19,18 @@ from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.replica.calls import CALLS, PHASES, Phase, choose_arguments, split
 from raysgd.replica.evaluation import Evaluations
-from raysgd.replica.feed import Carrier, Feed, MembershipChange, Source
 from raysgd.replica.internals import Internals, internals_of
 from raysgd.replica.operator_base import OperatorBase
-from raysgd.replica.position import Position
 from raysgd.replica.results import Results
-from raysgd.replica.seeding import ONCE, Places
+from raysgd.replica.seeding import Places
 from raysgd.replica.settings import ReplicaSettings
 from raysgd.replica.snapshots import Copied, Snapshotter
-from raysgd.replica.step_loop import StepLoop
-from raysgd.replica.writing import Asking
+from raysgd.replica.steps.asking import Asking
+from raysgd.replica.steps.feed import Carrier, Feed, MembershipChange, Source
+from raysgd.replica.steps.position import Position
+from raysgd.replica.steps.step import ONCE
+from raysgd.replica.steps.step_loop import StepLoop
+from raysgd.replica.writing import save
 
 logger = logging.getLogger("raysgd")
 
@@ -160,7 +162,7 @@ class ReplicaBase(ABC):
         source = self._train_source(dataset)
         if asks is not None and not getattr(source, "resumable", True):
             raise ConfigError(NOT_RESUMABLE)
-        asking = None if asks is None else Asking(self, **asks)
+        asking = None if asks is None else Asking(self, save, **asks)
         internals.epochs, internals.num_steps = epochs, num_steps
         operator.global_step = position.step
         if new and begins and num_steps is None:

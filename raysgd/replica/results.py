@@ -20,8 +20,8 @@ from raysgd.core.measures.metrics import (
 )
 from raysgd.errors import counted, shown
 from raysgd.replica.calls import CALLS, Phase
-from raysgd.replica.feed import Feed
 from raysgd.replica.internals import Internals
+from raysgd.replica.steps.feed import Feed
 
 UNUSED = (
     "%s.train_epoch has not used the iterator that it got. This call of train() counts no batches and no samples, and the epoch stays "

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import random
 import sys
 from typing import Any, NamedTuple
 
 import numpy
 
-logger = logging.getLogger("raysgd")
-
 LARGEST_SEED = 2**63 - 1
-ONCE, AFTER_STEP = -1, -2  # the parts of what does not belong to one part; the latter of `on_step`
 
 
 class Places(NamedTuple):
@@ -80,22 +76,3 @@ def seed_generators(seed: int) -> None:
 def seed_python_and_numpy(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed & 0xFFFFFFFF)
-
-
-class DrawnAnew:
-    """Says once in a run without a `seed` that random numbers do not continue: when it trains."""
-
-    def __init__(self, seed: int | None) -> None:
-        self._said, self._why = seed is not None, ""
-
-    def note(self, why: str) -> None:
-        self._why = self._why or why
-
-    def say(self) -> None:
-        if self._why and not self._said:
-            self._said = True
-            logger.warning(
-                "this run has no seed=, so dropout, augmentation, and shuffling without a generator of the loader's own draw other random "
-                "numbers from here on (%s)",
-                self._why,
-            )

@@ -16,7 +16,7 @@ from raysgd.core.channel.messages import SnapshotUpload
 from raysgd.core.control import Control
 from raysgd.core.measures.metrics import Measured
 from raysgd.errors import described
-from raysgd.replica.feed import Feed
+from raysgd.replica.steps.feed import Feed
 
 logger = logging.getLogger(__name__)
 

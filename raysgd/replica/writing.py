@@ -1,53 +1,27 @@
 """Write a checkpoint to the driver's draft, or give its content to the driver; now, or in a thread.
-Ask the driver for one between two batches. Worker."""
+Worker."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import logging
-import math
 import threading
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from raysgd.core.channel.connection import PIECE
 from raysgd.core.control import Control
-from raysgd.core.measures.metrics import Measured, numbers
-from raysgd.core.measures.progress import Progress
 from raysgd.errors import described
+from raysgd.replica.steps.asking import NoDriver
 from raysgd.storage.durable import DurableFile
 
 logger = logging.getLogger("raysgd")
 
 END_BYTES = 4096  # of a file that a worker wrote, the driver compares the size and this much of its end
 Report = dict[str, Any]
-
-
-class NoDriver(ConnectionError):
-    """The driver does not answer, for example because it has ended."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """What each rank asks the driver between two batches: whether to make a checkpoint. `measured`
-    is what it has measured since this part of the call began."""
-
-    rank: int
-    progress: Progress
-    measured: Measured
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The same for all ranks: after which `step` they ask again, and the arguments of `save`, if
-    they make a checkpoint."""
-
-    step: float
-    arguments: Mapping[str, Any] | None = None
 
 
 def checkpoint(replica: Any) -> Any:
@@ -93,40 +67,6 @@ def reported(
 
     threading.Thread(target=run, name="raysgd-save", daemon=True).start()
     return None
-
-
-class Asking:
-    """Owns after which `step` this rank asks the driver whether to make a checkpoint. All ranks
-    have then committed the same steps, and no one begins another one before it has the answer."""
-
-    def __init__(self, replica: Any, transfer: str, step: float, save: Callable[..., Any] = save) -> None:
-        self._replica, self._transfer, self.step, self._save = replica, transfer, step, save
-
-    def ask(self) -> None:
-        """Make a checkpoint now, if the driver wants one: copy the state, and write it in a
-        thread."""
-        replica = self._replica
-        measured = replica.partial()
-        measured = Measured(numbers(measured.metrics), measured.committed, measured.drawn)
-        question = Question(replica.rank, replica.progress, measured)
-        try:
-            reply = self._reply(question)
-            if reply.arguments is not None:
-                replica.share()
-                self._save(replica, **reply.arguments)
-        except NoDriver as error:
-            if replica.saves_together:
-                raise  # the other ranks may be waiting for what this one adds
-            logger.info("no checkpoint is made until workers change, because the driver does not answer: %s", error)
-            reply = Reply(math.inf)
-        self.step = reply.step
-
-    def _reply(self, question: Question) -> Reply:
-        try:
-            reply: Reply = self._replica.control.ask(self._transfer, question)
-        except OSError as error:
-            raise NoDriver(str(error)) from error
-        return reply
 
 
 def _write(draft: str, write: Callable[[Any], Any], give: Callable[[Any], None]) -> Report:

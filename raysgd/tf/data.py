@@ -19,9 +19,9 @@ import tensorflow as tf
 from raysgd.core.decisions.sampling_plan import SamplingPlan
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
-from raysgd.replica.position import Position
 from raysgd.replica.seeding import Places, seed_python_and_numpy
-from raysgd.replica.step import Drawn
+from raysgd.replica.steps.position import Position
+from raysgd.replica.steps.step import Drawn
 from raysgd.tf import foreign
 from raysgd.tf.channel import Channel
 from raysgd.tf.registered import rows_in

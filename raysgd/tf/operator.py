@@ -14,8 +14,8 @@ from raysgd.errors import ConfigError
 from raysgd.replica.internals import Internals
 from raysgd.replica.operator_base import OperatorBase, each_loader
 from raysgd.replica.settings import ReplicaSettings
-from raysgd.replica.step import Policies, Step
-from raysgd.replica.step_policy import Policy
+from raysgd.replica.steps.step import Policies, Step
+from raysgd.replica.steps.step_policy import Policy
 from raysgd.tf import foreign
 from raysgd.tf.channel import Channel
 from raysgd.tf.data import batches_per_epoch

@@ -14,12 +14,12 @@ import tensorflow as tf
 from raysgd.core.outcomes import Interrupted
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import shown
-from raysgd.replica.feed import Source
-from raysgd.replica.position import Position
 from raysgd.replica.replica_base import ReplicaBase
 from raysgd.replica.seeding import Places, derived_seed, seed_python_and_numpy
 from raysgd.replica.settings import ReplicaSettings
 from raysgd.replica.snapshots import Copied
+from raysgd.replica.steps.feed import Source
+from raysgd.replica.steps.position import Position
 from raysgd.storage.seen import SeenFile
 from raysgd.tf import states
 from raysgd.tf.data import OwnSource, SharedSource, make_source

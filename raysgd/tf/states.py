@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from raysgd.errors import CheckpointError
-from raysgd.replica.position import check_counters
+from raysgd.replica.steps.position import check_counters
 from raysgd.tf import archive
 from raysgd.tf.registered import assign, values
 

@@ -13,9 +13,9 @@ from raysgd.torch.registered import Registered
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.state.buffers import RestoreBuffers
 from raysgd.torch.step.attributes import WatchAttributes
-from raysgd.torch.step.batch_mode import KeepBatch
-from raysgd.torch.step.dealing import Dealer
-from raysgd.torch.step.part_states import PartStates
+from raysgd.torch.step.parts.batch_mode import KeepBatch
+from raysgd.torch.step.parts.dealing import Dealer
+from raysgd.torch.step.parts.part_states import PartStates
 from raysgd.torch.step.profiling import Profiler
 from raysgd.torch.step.skipped_steps import SkipStep
 from raysgd.torch.step.weights import GradientWeights

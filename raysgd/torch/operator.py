@@ -19,11 +19,11 @@ from raysgd.core.ranks import RankInfo
 from raysgd.data.sample_seeds import seeded_for
 from raysgd.errors import ConfigError, MissingPartError, shown
 from raysgd.ray_data.columns import RayData
-from raysgd.replica.step import Policies
-from raysgd.replica.step_policy import Policy
-from raysgd.torch.accuracy import accuracy
+from raysgd.replica.steps.step import Policies
+from raysgd.replica.steps.step_policy import Policy
 from raysgd.torch.data.sampling import batches_per_epoch
 from raysgd.torch.internals import TorchInternals
+from raysgd.torch.meters import accuracy
 from raysgd.torch.registered import Registered, move, set_modes
 from raysgd.torch.registering import Registering
 from raysgd.torch.settings import TorchSettings

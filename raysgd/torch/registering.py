@@ -18,7 +18,7 @@ from raysgd.replica.operator_base import each_loader
 from raysgd.torch.group import wrapping
 from raysgd.torch.group.fsdp import Shards, shard_layers
 from raysgd.torch.registered import Registered, check_parts, refuse_wrapped, strays
-from raysgd.torch.step.batch_mode import STATIC_GRAPH
+from raysgd.torch.step.parts.batch_mode import STATIC_GRAPH
 from raysgd.torch.step.schedules import Scheduling
 
 logger = logging.getLogger("raysgd")

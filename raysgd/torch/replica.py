@@ -15,12 +15,12 @@ from raysgd.core.control import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.replica.calls import CALLS
-from raysgd.replica.feed import Source
 from raysgd.replica.internals import internals_of
 from raysgd.replica.replica_base import ReplicaBase
 from raysgd.replica.results import OTHER_ROWS
 from raysgd.replica.seeding import seed_python_and_numpy
 from raysgd.replica.snapshots import Copied
+from raysgd.replica.steps.feed import Source
 from raysgd.storage.seen import SeenFile
 from raysgd.torch.data.opening import Opener
 from raysgd.torch.data.prefetch import make_carrier
@@ -29,6 +29,7 @@ from raysgd.torch.data.sampling import is_planned, random_sources
 from raysgd.torch.data.sources import LiveSource, PlannedSource
 from raysgd.torch.group import sharing
 from raysgd.torch.group.fsdp import DIVIDED, gathered
+from raysgd.torch.group.sharing import gathered_objects
 from raysgd.torch.internals import TorchInternals
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.results import TorchResults
@@ -37,7 +38,6 @@ from raysgd.torch.state import packing, states
 from raysgd.torch.state.checks import check_fits
 from raysgd.torch.state.host_memory import HostMemory
 from raysgd.torch.state.hyperparameters import made_with, warn_of_ignored
-from raysgd.torch.step.skipped_steps import gathered_objects
 
 logger = logging.getLogger("raysgd")
 

@@ -20,7 +20,6 @@ from raysgd.core.protocols import Call
 from raysgd.core.snapshot import Snapshot
 from raysgd.errors import CheckpointError, ConfigError, suggesting
 from raysgd.replica.internals import internals_of
-from raysgd.replica.seeding import DrawnAnew
 from raysgd.torch import replica_calls, setup
 from raysgd.torch.foreign import content_version
 from raysgd.torch.group.strategies import choose_strategy
@@ -35,6 +34,7 @@ from raysgd.trainer.arguments import check_call, checked, refuse_unknown
 from raysgd.trainer.auto_checkpoint import AutoCheckpoint
 from raysgd.trainer.call_runner import exclusive
 from raysgd.trainer.description import RunDescription
+from raysgd.trainer.loads import DrawnAnew
 from raysgd.trainer.loops import opened_folder
 from raysgd.trainer.named import checked_name
 from raysgd.trainer.trainer_base import TrainerBase

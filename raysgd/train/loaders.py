@@ -18,9 +18,9 @@ from torch.utils.data.distributed import DistributedSampler
 from raysgd.core.ranks import RankInfo
 from raysgd.core.tree import leaves
 from raysgd.errors import ConfigError
-from raysgd.replica.feed import Carrier
 from raysgd.replica.seeding import derived_seed
-from raysgd.replica.step import Drawn
+from raysgd.replica.steps.feed import Carrier
+from raysgd.replica.steps.step import Drawn
 from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.data.prefetch import make_carrier
 from raysgd.torch.data.sampling import batches_per_epoch, is_planned

@@ -25,7 +25,7 @@ from raysgd.engine.call import Job, PartialResults
 from raysgd.engine.engine import Engine
 from raysgd.engine.worker_info import WorkerInfo
 from raysgd.errors import check_arguments, counted
-from raysgd.replica.seeding import DrawnAnew
+from raysgd.trainer.loads import DrawnAnew
 from raysgd.trainer.rows import RowsCheck
 from raysgd.trainer.script_place import Made, ScriptPlace, storable
 from raysgd.workers.tracebacks import fold_frames

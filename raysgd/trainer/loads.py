@@ -19,7 +19,6 @@ from raysgd.engine.engine import Engine
 from raysgd.engine.failure import UNDEFINED
 from raysgd.errors import CheckpointError, RemoteTraceback
 from raysgd.replica import loading
-from raysgd.replica.seeding import DrawnAnew
 from raysgd.storage import checksums, locations, remote
 from raysgd.storage.remote import Uri
 from raysgd.storage.seen import SeenFile, UnseenError, kept_open, readable, verified_file
@@ -29,6 +28,25 @@ logger = logging.getLogger("raysgd")
 
 Take = Callable[[Callable[..., Any], dict[str, Any]], None]  # call a replica's function on all ranks
 Again = Callable[[Take], Any]  # load a state with it
+
+
+class DrawnAnew:
+    """Says once in a run without a `seed` that random numbers do not continue: when it trains."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._said, self._why = seed is not None, ""
+
+    def note(self, why: str) -> None:
+        self._why = self._why or why
+
+    def say(self) -> None:
+        if self._why and not self._said:
+            self._said = True
+            logger.warning(
+                "this run has no seed=, so dropout, augmentation, and shuffling without a generator of the loader's own draw other random "
+                "numbers from here on (%s)",
+                self._why,
+            )
 
 
 class Loads:

@@ -25,11 +25,10 @@ from raysgd.errors import ConfigError, explain_missing, suggesting
 from raysgd.replica import evaluation
 from raysgd.replica.calls import apply, apply_operator
 from raysgd.replica.replica_base import ReplicaBase
-from raysgd.replica.seeding import DrawnAnew
 from raysgd.trainer.arguments import check_call
 from raysgd.trainer.call_runner import exclusive
 from raysgd.trainer.description import GivenConfig, RunDescription, build
-from raysgd.trainer.loads import Loads
+from raysgd.trainer.loads import DrawnAnew, Loads
 from raysgd.trainer.loops import EpochLoops
 from raysgd.trainer.saves import Saves
 from raysgd.workers.inline_group import InlineGroup

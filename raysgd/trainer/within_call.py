@@ -17,7 +17,7 @@ from typing import Any
 
 from raysgd.core.measures.metrics import Measured, merge_measured
 from raysgd.core.measures.progress import Progress
-from raysgd.replica.writing import Question, Reply
+from raysgd.replica.steps.asking import Question, Reply
 
 logger = logging.getLogger("raysgd")
 

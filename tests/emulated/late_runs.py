@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
-from raysgd.replica.step import Step
+from raysgd.replica.steps.step import Step
 from raysgd.torch import replica
 from raysgd.torch.data import prefetch
 from raysgd.torch.data.prefetch import CudaCarrier, make_carrier

@@ -18,7 +18,7 @@ from raysgd import AutoCheckpoint, ElasticConfig, RaysgdError, TorchTrainer
 from raysgd.callbacks import Callback
 from raysgd.core.decisions.dealing import BySpeed
 from raysgd.torch import TrainingOperator
-from raysgd.torch.step.dealing import OwnSeconds
+from raysgd.torch.step.parts.dealing import OwnSeconds
 from raysgd.torch.step.skipped_steps import summed
 from tests.local.group import Cluster, Fault
 from tests.local.runs import weights_of
@@ -285,7 +285,7 @@ def deals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr("raysgd.core.decisions.dealing.EVERY", 1)
     monkeypatch.setattr("raysgd.core.decisions.dealing.MOST_DOUBLED", 0)
-    monkeypatch.setattr("raysgd.torch.step.dealing.summed", hit)
+    monkeypatch.setattr("raysgd.torch.step.parts.dealing.summed", hit)
     monkeypatch.setattr(OwnSeconds, "of_part", drawn)
     monkeypatch.setattr(BySpeed, "change", changed)
     return found

@@ -370,7 +370,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda original: lambda order, recipe, *, first: (order if first else order.flip(0), None),
     ),
     "a batch counts before its step": (
-        "raysgd.replica.step.Step.counts",
+        "raysgd.replica.steps.step.Step.counts",
         lambda original: lambda self, *, failed: self.closing,
     ),
     "a schedule forgets the batch that an error ends": (

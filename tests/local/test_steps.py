@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.replica.step import Step
-from raysgd.replica.step_policy import Policy
+from raysgd.replica.steps.step import Step
+from raysgd.replica.steps.step_policy import Policy
 from tests.local.group import Cluster, Fault
 from tests.local.test_faults import POINTS, ROWS, seen, trainer
 from tests.peek import add_policy

@@ -30,8 +30,8 @@ from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_info import Leaver, WorkerInfo
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.replica import loading
-from raysgd.replica.position import Position
-from raysgd.replica.step import Step
+from raysgd.replica.steps.position import Position
+from raysgd.replica.steps.step import Step
 from raysgd.trainer.within_call import Contents
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import WorkerEnded

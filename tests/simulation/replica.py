@@ -19,12 +19,12 @@ from raysgd.core.outcomes import DataLoaderFailure, Interrupted
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import CheckpointError
-from raysgd.replica.feed import Feed, MembershipChange, Source
 from raysgd.replica.loading import Refusal, take_over
-from raysgd.replica.position import Position
-from raysgd.replica.step import Drawn
-from raysgd.replica.step import Step as OptimizerStep
-from raysgd.replica.writing import Asking, NoDriver
+from raysgd.replica.steps.asking import Asking, NoDriver
+from raysgd.replica.steps.feed import Feed, MembershipChange, Source
+from raysgd.replica.steps.position import Position
+from raysgd.replica.steps.step import Drawn
+from raysgd.replica.steps.step import Step as OptimizerStep
 from tests.simulation.network import NetworkError
 
 __all__ = ["GpuError", "SimReplica", "Step", "UserError", "steps_of", "value_of", "weights_after"]
@@ -161,7 +161,7 @@ class SimReplica:
             limit=num_steps,
             most=most,
             shared=True,
-            asking=None if asks is None else Asking(self, **asks, save=type(self).save_within),
+            asking=None if asks is None else Asking(self, type(self).save_within, **asks),
         )
         try:
             for step in feed:

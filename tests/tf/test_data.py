@@ -11,8 +11,8 @@ tf = pytest.importorskip("tensorflow")
 
 from raysgd.core.ranks import RankInfo  # noqa: E402
 from raysgd.errors import ConfigError  # noqa: E402
-from raysgd.replica.position import Position  # noqa: E402
-from raysgd.replica.step import Drawn  # noqa: E402
+from raysgd.replica.steps.position import Position  # noqa: E402
+from raysgd.replica.steps.step import Drawn  # noqa: E402
 from raysgd.tf.channel import Channel  # noqa: E402
 from raysgd.tf.data import OwnSource, SharedSource, make_source  # noqa: E402
 

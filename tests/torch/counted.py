@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.torch import TrainingOperator
-from raysgd.torch.step.witness import Witness
+from raysgd.torch.step.parts.witness import Witness
 
 __all__ = ["Counting", "Default", "Weighted", "by_hand", "entered", "lengths_of"]
 

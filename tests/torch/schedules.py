@@ -22,7 +22,7 @@ from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.data import SampleSeeds
 from raysgd.data.sample_seeds import seeded_for
 from raysgd.torch import TrainingOperator
-from raysgd.torch.step.witness import watched
+from raysgd.torch.step.parts.witness import watched
 from tests.local.group import Cluster, Fault
 from tests.local.runs import weights_of
 from tests.peek import models_of

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.torch.step.contract import (
+from raysgd.torch.step.parts.contract import (
     CLEARED_LATE,
     NOT_CLEARED,
     NOT_STEPPED,

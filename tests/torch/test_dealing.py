@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd.replica.step import Drawn, Outcome, Step
-from raysgd.torch.step.dealing import Dealer, OwnSeconds
+from raysgd.replica.steps.step import Drawn, Outcome, Step
+from raysgd.torch.step.parts.dealing import Dealer, OwnSeconds
 
 
 class Clock:
@@ -37,7 +37,7 @@ class Event:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     Event.clock = Clock()
-    monkeypatch.setattr("raysgd.torch.step.dealing.perf_counter", lambda: Event.clock.now)
+    monkeypatch.setattr("raysgd.torch.step.parts.dealing.perf_counter", lambda: Event.clock.now)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     return Event.clock
 

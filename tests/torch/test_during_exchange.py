@@ -9,7 +9,7 @@ import torch
 from raysgd.core.measures.timers import Timers
 from raysgd.core.ranks import RankInfo
 from raysgd.replica.pace import Pace
-from raysgd.replica.step import Drawn, Step
+from raysgd.replica.steps.step import Drawn, Step
 from raysgd.torch.foreign import run_after_backward
 from raysgd.torch.registered import Registered
 from raysgd.torch.step import options as step_options

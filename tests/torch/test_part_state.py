@@ -301,7 +301,7 @@ def test_it_goes_with_its_part_when_parts_are_dealt_in_another_way(
         worker = Cluster.running.here
         return 1.0 + 3 * ((worker.host.rank + worker.client.control.begun) % 2)
 
-    monkeypatch.setattr("raysgd.torch.step.dealing.OwnSeconds.of_part", seconds)
+    monkeypatch.setattr("raysgd.torch.step.parts.dealing.OwnSeconds.of_part", seconds)
     config = {"columns": COLUMNS * 4, "batch": COLUMNS * 2}
     with Cluster(), trainer(2, parts=4, config=config, elastic={"shares": "speed"}) as run:
         assert_equal(trained(run), 4)
@@ -394,7 +394,7 @@ class Plain(Hidden):
 
 def test_without_it_ranks_exchange_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("gathered_objects", "summed"):
-        monkeypatch.delattr(f"raysgd.torch.step.part_states.{name}")
+        monkeypatch.delattr(f"raysgd.torch.step.parts.part_states.{name}")
     with Cluster(), trainer(2, Plain, elastic={"snapshot_every": 1}) as run:
         run.train()
         assert "part_states" not in run.state_dict()

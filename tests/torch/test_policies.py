@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ConfigError, TrainingOptions
-from raysgd.replica.step import Step
-from raysgd.replica.step_policy import Policy
+from raysgd.replica.steps.step import Step
+from raysgd.replica.steps.step_policy import Policy
 from tests.local.runs import train
 from tests.peek import add_policy, parts_of
 from tests.torch.small import Line, inline, weights

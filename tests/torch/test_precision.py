@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raysgd import TrainingOptions
-from raysgd.replica.step import Drawn, Step
+from raysgd.replica.steps.step import Drawn, Step
 from raysgd.torch.step.precision import Fp16, make_precision
 from tests.peek import options_of
 from tests.torch.small import Line, inline, operator_of, rows, set_scale, weights

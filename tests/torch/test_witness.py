@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.torch import TrainingOperator
-from raysgd.torch.step.witness import watched
+from raysgd.torch.step.parts.witness import watched
 from tests.local.group import Cluster, Fault
 from tests.local.runs import weights_of
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ConfigError, TrainingOptions
 from raysgd.torch.group.wrapping import ddp_arguments, formatted, rewrap
-from raysgd.torch.step.batch_mode import OwnCalls
+from raysgd.torch.step.parts.batch_mode import OwnCalls
 from tests.replicas import operator_alone
 from tests.torch.small import Line, inline, operator_of, weights
 

@@ -19,7 +19,7 @@ from raysgd import AutoCheckpoint, CheckpointError, ConfigError, TorchTrainer, s
 from raysgd.callbacks import Callback, EarlyStopping
 from raysgd.core.measures.metrics import Measured
 from raysgd.core.measures.progress import Progress
-from raysgd.replica.writing import Question
+from raysgd.replica.steps.asking import Question
 from raysgd.trainer.auto_checkpoint import CheckpointFolder, SavedPlace, WriterFailed
 from raysgd.trainer.saves import FileDraft
 from tests import storing

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from raysgd import TorchTrainer, TrainingOptions
 from raysgd.core.control import Control
 from raysgd.core.ranks import RankInfo
-from raysgd.replica.feed import Feed
-from raysgd.replica.position import Position
-from raysgd.replica.step import Drawn
+from raysgd.replica.steps.feed import Feed
+from raysgd.replica.steps.position import Position
+from raysgd.replica.steps.step import Drawn
 from tests.torch.small import Line, inline, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")

@@ -15,7 +15,8 @@ from torch import nn
 from raysgd import AutoCheckpoint, ConfigError
 from raysgd.core.measures.metrics import Measured, WeightedMean, merge_measured
 from raysgd.core.measures.progress import Progress
-from raysgd.replica.writing import Asking, Question, Reply
+from raysgd.replica.steps.asking import Asking, Question, Reply
+from raysgd.replica.writing import save
 from raysgd.trainer.auto_checkpoint import measured_in, numbers_of
 from raysgd.trainer.within_call import Contents, Schedule, WithinCall
 from tests.peek import delay_saves, finish_saves, leave_no_checkpoint_out, saves_within_again
@@ -47,7 +48,7 @@ class Rank(SimpleNamespace):
 
 
 def test_a_driver_that_ends_while_a_checkpoint_begins_ends_no_call() -> None:
-    asking = Asking(Rank(together=False, error=ConnectionError()), "", 2)
+    asking = Asking(Rank(together=False, error=ConnectionError()), save, transfer="", step=2)
     asking.ask()
     assert asking.step == math.inf
 
@@ -55,7 +56,7 @@ def test_a_driver_that_ends_while_a_checkpoint_begins_ends_no_call() -> None:
 @pytest.mark.parametrize(("together", "error"), [(True, ConnectionError()), (False, OSError("of a state_dict"))])
 def test_other_errors_of_a_checkpoint_end_the_call(together: bool, error: Exception) -> None:
     with pytest.raises(OSError, match=r"nothing listens|of a state_dict"):
-        Asking(Rank(together=together, error=error), "", 2).ask()
+        Asking(Rank(together=together, error=error), save, transfer="", step=2).ask()
 
 
 def asked(within: WithinCall, step: int, rank: int = 0) -> Any:

@@ -12,8 +12,8 @@ from raysgd.constants import BATCH_SIZE
 from raysgd.core.control import Control
 from raysgd.errors import ConfigError
 from raysgd.ray_data.columns import RayData
-from raysgd.replica.position import Position
 from raysgd.replica.seeding import Places
+from raysgd.replica.steps.position import Position
 from raysgd.torch.data.sampling import has_own_batches, is_planned
 from raysgd.torch.data.sources import BatchSource, LiveSource, PlannedSource, RowSource
 from raysgd.torch.data.stateful import StatefulSource, has_state

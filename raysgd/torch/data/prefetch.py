@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from raysgd.replica.feed import Carrier
+from raysgd.replica.steps.feed import Carrier
 from raysgd.torch.foreign import storage_uses
 from raysgd.torch.registered import move
 from raysgd.torch.state.packing import has_bytes

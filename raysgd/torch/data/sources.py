@@ -20,9 +20,9 @@ from raysgd.core.outcomes import DataLoaderFailure
 from raysgd.core.ranks import RankInfo
 from raysgd.core.tree import mapped
 from raysgd.ray_data.columns import RayData
-from raysgd.replica.position import Position
 from raysgd.replica.seeding import Places, derived_seed
-from raysgd.replica.step import Drawn
+from raysgd.replica.steps.position import Position
+from raysgd.replica.steps.step import Drawn
 from raysgd.torch.data.iterable import sharded_live
 from raysgd.torch.data.loading import LoaderIterator
 from raysgd.torch.data.sampling import (

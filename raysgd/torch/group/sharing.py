@@ -1,4 +1,5 @@
-"""Let one rank give its state to others, by broadcasts of their process group. Worker."""
+"""Let one rank give its state to others, and all give each other objects and sums, by their process
+group. Worker."""
 
 from __future__ import annotations
 
@@ -120,3 +121,24 @@ def pieces(sizes: Sequence[int]) -> Iterator[list[Part]]:
                 parts, room = [], PIECE
     if parts:
         yield parts
+
+
+def summed(values: Sequence[float], device: torch.device, control: Control) -> list[float]:
+    """Compute the sums of these numbers over all ranks."""
+    if not dist.is_initialized():  # an abort leaves the group known: this rank has no peers
+        return list(values)
+    where = "cpu" if dist.get_backend() == "gloo" else device
+    together = torch.tensor(values, dtype=torch.float64, device=where)
+    dist.all_reduce(together)
+    control.ensure_whole()
+    return [float(each) for each in together.tolist()]
+
+
+def gathered_objects(value: Any, control: Control) -> list[Any]:
+    """Collect every rank's object, in rank order."""
+    if not dist.is_initialized():
+        return [value]
+    objects: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(objects, value)
+    control.ensure_whole()
+    return objects

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysgd.replica.step import Step
-from raysgd.replica.step_policy import Policy
+from raysgd.replica.steps.step import Step
+from raysgd.replica.steps.step_policy import Policy
 from raysgd.torch.foreign import buffers_at, content_version, copy_all, unnoticed
+from raysgd.torch.group.sharing import gathered_objects
 from raysgd.torch.registered import Registered, broadcast, name_of
-from raysgd.torch.step.skipped_steps import gathered_objects
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 SMALL = 1 << 14  # bytes of a buffer that costs nothing

@@ -13,13 +13,13 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from raysgd.errors import CheckpointError
-from raysgd.replica.position import check_counters
+from raysgd.replica.steps.position import check_counters
 from raysgd.torch.data.sampling import has_own_batches, is_planned
 from raysgd.torch.data.stateful import marks_in
 from raysgd.torch.foreign import nested_schedulers
 from raysgd.torch.registered import Registered
 from raysgd.torch.state import states
-from raysgd.torch.step.part_states import check_part_states
+from raysgd.torch.step.parts.part_states import check_part_states
 
 
 def check_fits(registered: Registered, state: dict[str, Any]) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, ConfigError
-from raysgd.replica.seeding import DrawnAnew
 from raysgd.replica.writing import Report
 from raysgd.storage import durable, locations, remote
 from raysgd.storage.folders import MARKER, FileEntry, dump_list
@@ -23,7 +22,7 @@ from raysgd.storage.seen import SeenFile, readable
 from raysgd.torch import replica_calls
 from raysgd.torch.state import shard_files
 from raysgd.trainer.auto_checkpoint import CheckpointFolder
-from raysgd.trainer.loads import Again, Loads, Take
+from raysgd.trainer.loads import Again, DrawnAnew, Loads, Take
 from raysgd.trainer.saves import SaveHandle, Saves
 from raysgd.trainer.within_call import Contents
 

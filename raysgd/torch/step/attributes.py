@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from raysgd.replica.feed import Feed
-from raysgd.replica.step import Step
-from raysgd.replica.step_policy import Policy
+from raysgd.replica.steps.feed import Feed
+from raysgd.replica.steps.step import Step
+from raysgd.replica.steps.step_policy import Policy
 from raysgd.torch.foreign import content_version
 from raysgd.torch.registered import Registered
 from raysgd.torch.state.packing import has_bytes

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from raysgd.replica.step import Step
-from raysgd.replica.step_policy import Policy
+from raysgd.replica.steps.step import Step
+from raysgd.replica.steps.step_policy import Policy
 from raysgd.torch.foreign import copy_all
 from raysgd.torch.registered import Registered
 from raysgd.torch.step.closures import after_gradients, closure_in

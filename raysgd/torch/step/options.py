@@ -14,10 +14,10 @@ from torch import nn
 
 from raysgd.core.measures.timers import Timers
 from raysgd.errors import ConfigError
-from raysgd.replica.feed import Feed
 from raysgd.replica.pace import Pace
-from raysgd.replica.step import Step
-from raysgd.replica.step_policy import Policy
+from raysgd.replica.steps.feed import Feed
+from raysgd.replica.steps.step import Step
+from raysgd.replica.steps.step_policy import Policy
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import divisor_of, run_after_backward
 from raysgd.torch.registered import Registered

@@ -6,11 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from raysgd.replica.step_policy import Policy
+from raysgd.replica.steps.step_policy import Policy
 from raysgd.torch.state.buffers import RestoreBuffers
 from raysgd.torch.step.attributes import WatchAttributes
-from raysgd.torch.step.batch_mode import KeepBatch
-from raysgd.torch.step.dealing import Dealer
 from raysgd.torch.step.moved_weights import RestoreWeights
 from raysgd.torch.step.options import (
     Accumulate,
@@ -22,7 +20,9 @@ from raysgd.torch.step.options import (
     RestoreMetrics,
     RestoreSettings,
 )
-from raysgd.torch.step.part_states import PartStates
+from raysgd.torch.step.parts.batch_mode import KeepBatch
+from raysgd.torch.step.parts.dealing import Dealer
+from raysgd.torch.step.parts.part_states import PartStates
 from raysgd.torch.step.precision import Precision
 from raysgd.torch.step.profiling import Profiler
 from raysgd.torch.step.skipped_steps import SkipStep

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from raysgd.errors import ConfigError
-from raysgd.replica.step import Step
-from raysgd.replica.step_policy import Policy
+from raysgd.replica.steps.step import Step
+from raysgd.replica.steps.step_policy import Policy
 from raysgd.torch.foreign import keep_found
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from raysgd.callbacks.torch_profiler import ProfilerSettings
-from raysgd.replica.feed import Feed
-from raysgd.replica.step import Step
-from raysgd.replica.step_policy import Policy
+from raysgd.replica.steps.feed import Feed
+from raysgd.replica.steps.step import Step
+from raysgd.replica.steps.step_policy import Policy
 
 
 class TraceKeeper:

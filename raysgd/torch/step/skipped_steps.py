@@ -14,9 +14,10 @@ from torch.nn.utils import get_total_norm
 
 from raysgd.core.control import Control
 from raysgd.errors import ConfigError, NonFiniteError
-from raysgd.replica.position import Position
-from raysgd.replica.step import Step
-from raysgd.replica.step_policy import Policy
+from raysgd.replica.steps.position import Position
+from raysgd.replica.steps.step import Step
+from raysgd.replica.steps.step_policy import Policy
+from raysgd.torch.group.sharing import gathered_objects, summed
 from raysgd.torch.group.wrapping import Exchange
 from raysgd.torch.registered import Registered
 
@@ -72,27 +73,6 @@ def _some(values: Sequence[Any], most: int) -> str:
     """
     more = f" and {len(values) - most} more" if len(values) > most else ""
     return f"{', '.join(map(str, values[:most]))}{more}"
-
-
-def summed(values: Sequence[float], device: torch.device, control: Control) -> list[float]:
-    """Compute the sums of these numbers over all ranks."""
-    if not dist.is_initialized():  # an abort leaves the group known: this rank has no peers
-        return list(values)
-    where = "cpu" if dist.get_backend() == "gloo" else device
-    together = torch.tensor(values, dtype=torch.float64, device=where)
-    dist.all_reduce(together)
-    control.ensure_whole()
-    return [float(each) for each in together.tolist()]
-
-
-def gathered_objects(value: Any, control: Control) -> list[Any]:
-    """Collect every rank's object, in rank order."""
-    if not dist.is_initialized():
-        return [value]
-    objects: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(objects, value)
-    control.ensure_whole()
-    return objects
 
 
 class SkipStep(Policy):

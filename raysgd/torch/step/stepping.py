@@ -10,7 +10,7 @@ import torch
 
 from raysgd.errors import ConfigError, shown
 from raysgd.replica.operator_base import OperatorBase
-from raysgd.replica.step import Step
+from raysgd.replica.steps.step import Step
 from raysgd.torch.group.wrapping import Exchange
 from raysgd.torch.internals import TorchInternals
 from raysgd.torch.registered import Registered

@@ -15,8 +15,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from raysgd.core.outcomes import RetryStep
 from raysgd.errors import ConfigError, shown
-from raysgd.replica.step import Step
-from raysgd.replica.step_policy import Policy
+from raysgd.replica.steps.step import Step
+from raysgd.replica.steps.step_policy import Policy
 from raysgd.torch.group import nccl
 from raysgd.torch.registered import Registered
 from raysgd.torch.step.precision import Autocast

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from raysgd.errors import ConfigError
-from raysgd.replica.step import Step
-from raysgd.replica.step_policy import Policy
+from raysgd.replica.steps.step import Step
+from raysgd.replica.steps.step_policy import Policy
 from raysgd.torch.registered import Registered
 
 

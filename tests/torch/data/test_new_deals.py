@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from raysgd.core.decisions.sampling_plan import Division
 from raysgd.core.outcomes import DataLoaderFailure
-from raysgd.replica.feed import Carrier, Reader
 from raysgd.replica.seeding import Places
+from raysgd.replica.steps.feed import Carrier, Reader
 from raysgd.torch.foreign import loader_with
 from tests.torch.data.sources import PlannedSource, begin, drawn
 from tests.torch.small import Numbers

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TrainingOptions
-from raysgd.replica.feed import Carrier, Reader
-from raysgd.replica.step import Drawn
+from raysgd.replica.steps.feed import Carrier, Reader
+from raysgd.replica.steps.step import Drawn
 from raysgd.torch.data import prefetch
 from raysgd.torch.data.prefetch import CudaCarrier, DeviceCarrier, make_carrier
 from tests.torch.small import Line, inline

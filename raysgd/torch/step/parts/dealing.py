@@ -13,12 +13,12 @@ import torch
 
 from raysgd.core.decisions.dealing import EVERY, MOST_DOUBLED, BySpeed, usual_seconds
 from raysgd.core.ranks import RankInfo
-from raysgd.replica.feed import Feed
-from raysgd.replica.step import Step
-from raysgd.replica.step_policy import Policy
+from raysgd.replica.steps.feed import Feed
+from raysgd.replica.steps.step import Step
+from raysgd.replica.steps.step_policy import Policy
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import run_after_backward
-from raysgd.torch.step.skipped_steps import gathered_objects, summed
+from raysgd.torch.group.sharing import gathered_objects, summed
 
 logger = logging.getLogger("raysgd")
 

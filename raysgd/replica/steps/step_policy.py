@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from raysgd.replica.feed import Feed
-from raysgd.replica.step import Step
+from raysgd.replica.steps.feed import Feed
+from raysgd.replica.steps.step import Step
 
 
 class Policy:

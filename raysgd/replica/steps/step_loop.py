@@ -9,8 +9,8 @@ import inspect
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from raysgd.replica.feed import Feed, MembershipChange
-from raysgd.replica.step import NO_POLICIES, Step
+from raysgd.replica.steps.feed import Feed, MembershipChange
+from raysgd.replica.steps.step import NO_POLICIES, Step
 
 USED_UP = (
     "train_epoch or validate iterates a second time over the batches that it got. It gets each batch once, so there are none. For "

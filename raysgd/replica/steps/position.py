@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd.core.measures.progress import Progress
 from raysgd.errors import CheckpointError
-from raysgd.replica.step import Step
+from raysgd.replica.steps.step import Step
 
 
 def check_count(name: str, value: Any) -> None:

@@ -1,6 +1,6 @@
 """The optimizer step as an object: its batches, what they count, and what became of it. Worker.
 
-    for step in feed:                       # draws, in `replica/feed.py`: once for each part of a batch
+    for step in feed:                       # draws, in `replica/steps/feed.py`: once for each part of a batch
         step.keep()                         # what returns if it is undone
         for begin_part in step.policies.begin_part:
             begin_part(step)
@@ -18,6 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 Outcome = Literal["open", "applied", "skipped", "undone"]
+
+
+ONCE, AFTER_STEP = -1, -2  # the parts of random numbers that belong to no part of a batch; the latter of `on_step`
 
 
 class Drawn(NamedTuple):
@@ -49,7 +52,7 @@ class Drawn(NamedTuple):
 
 
 class Policies:
-    """Policies (`replica/step_policy.py`) in their order, and for each method those that do
+    """Policies (`replica/steps/step_policy.py`) in their order, and for each method those that do
     something in it. `option` is the first that forbids torch's own methods."""
 
     def __init__(self, every: Sequence[Any] = ()) -> None:

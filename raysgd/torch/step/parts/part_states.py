@@ -13,12 +13,12 @@ import torch
 from raysgd.core.outcomes import RetryStep
 from raysgd.core.tree import mapped
 from raysgd.errors import CheckpointError, ConfigError
-from raysgd.replica.feed import Feed, NoFeed
-from raysgd.replica.position import Position
-from raysgd.replica.step import Step
-from raysgd.replica.step_policy import Policy
+from raysgd.replica.steps.feed import Feed, NoFeed
+from raysgd.replica.steps.position import Position
+from raysgd.replica.steps.step import Step
+from raysgd.replica.steps.step_policy import Policy
+from raysgd.torch.group.sharing import gathered_objects, summed
 from raysgd.torch.registered import Registered, move
-from raysgd.torch.step.skipped_steps import gathered_objects, summed
 
 logger = logging.getLogger("raysgd")
 

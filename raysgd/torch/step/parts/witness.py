@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from raysgd.replica.step import Step
-from raysgd.replica.step_policy import Policy
+from raysgd.replica.steps.step import Step
+from raysgd.replica.steps.step_policy import Policy
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.registered import Registered
 

@@ -11,10 +11,9 @@ from raysgd.core.control import Control
 from raysgd.core.outcomes import DataLoaderFailure
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, counted
-from raysgd.replica.position import Position
-from raysgd.replica.seeding import AFTER_STEP
-from raysgd.replica.step import NO_POLICIES, Drawn, Policies, Step
-from raysgd.replica.writing import Asking
+from raysgd.replica.steps.asking import Asking
+from raysgd.replica.steps.position import Position
+from raysgd.replica.steps.step import AFTER_STEP, NO_POLICIES, Drawn, Policies, Step
 
 
 class MembershipChange(BaseException):

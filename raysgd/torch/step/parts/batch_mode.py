@@ -16,15 +16,16 @@ from raysgd.core.decisions.sampling_plan import Division
 from raysgd.core.outcomes import RetryStep
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
-from raysgd.replica.feed import Feed
-from raysgd.replica.position import Position
-from raysgd.replica.step import Step
-from raysgd.replica.step_policy import Policy
+from raysgd.replica.steps.feed import Feed
+from raysgd.replica.steps.position import Position
+from raysgd.replica.steps.step import Step
+from raysgd.replica.steps.step_policy import Policy
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.foreign import content_version, is_compiled, run_after_backward, steps_of
+from raysgd.torch.group.sharing import gathered_objects
 from raysgd.torch.registered import Registered
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.step.contract import (
+from raysgd.torch.step.parts.contract import (
     CHANGED,
     CHANGED_AFTER,
     DIRECT,
@@ -40,7 +41,6 @@ from raysgd.torch.step.contract import (
     notice,
     refused,
 )
-from raysgd.torch.step.skipped_steps import gathered_objects
 
 logger = logging.getLogger("raysgd")
 
