@@ -202,15 +202,6 @@ def read(path: Any) -> bytes:
         raise CheckpointError(f"{where.absolute()} cannot be read: {error.strerror}") from error
 
 
-def warn_without_checksums(where: Any) -> None:
-    """Warn, once for each load, that damage may not be detected."""
-    logger.warning(
-        "%s has no checksums, because RaySGD or another program wrote it, so damage may not be detected. Save it again to add "
-        "them",
-        where,
-    )
-
-
 def names(folder: Place) -> list[str]:
     """List the names in a folder without drafts; none if it does not exist."""
     if isinstance(folder, Uri):

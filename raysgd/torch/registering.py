@@ -80,16 +80,14 @@ class Registering(Scheduling):
             raise ConfigError(f"models must be a torch.nn.Module or a list or tuple of them, got {models!r}")
         if optimizers is None:
             raise ConfigError("optimizers must not be None: pass [] if this operator only validates or predicts")
-        self._check_arguments(criterion, ddp_args, apex_args)
+        self._check_arguments(criterion, schedulers, ddp_args, apex_args)
         if registered.options.parallel is not None:
             refuse_wrapped(bare)
         check_parts(bare, registered.as_list(optimizers), criterion, registered.as_list(schedulers))
-        self._warn_of_parts(bare, registered.as_list(optimizers))
-        if schedulers is not None and self.scheduler_step_freq is None:
-            raise ConfigError(
-                "register got schedulers, but the trainer does not say when they step: pass it "
-                "scheduler_step_freq='batch', 'step', 'epoch' or 'manual'"
-            )
+        if registered.is_complete:
+            self._internals.warn_once(REGISTERED_AGAIN)
+        for each in strays(bare, registered.as_list(optimizers)):
+            self._internals.warn_once(STRAYS, *each)
         first, unused = self._internals.rank_info.world_rank == 0, schedulers is None
         if first and unused and self.scheduler_step_freq in STEPPED_BY_TRAINER:
             logger.warning(
@@ -120,13 +118,12 @@ class Registering(Scheduling):
         if self._settings.adds_parts or not self._has_own_steps:
             self._watch_steps(registered.optimizers)  # before others, which change gradients
 
-    def _warn_of_parts(self, *parts: Any) -> None:
-        if self._registered.is_complete:
-            self._internals.warn_once(REGISTERED_AGAIN)
-        for each in strays(*parts):
-            self._internals.warn_once(STRAYS, *each)
-
-    def _check_arguments(self, criterion: Any, ddp_args: Any, apex_args: Any) -> None:
+    def _check_arguments(self, criterion: Any, schedulers: Any, ddp_args: Any, apex_args: Any) -> None:
+        if schedulers is not None and self.scheduler_step_freq is None:
+            raise ConfigError(
+                "register got schedulers, but the trainer does not say when they step: pass it "
+                "scheduler_step_freq='batch', 'step', 'epoch' or 'manual'"
+            )
         if self._settings.is_exact and getattr(criterion, "reduction", None) == "sum":
             raise ConfigError(
                 f"the criterion {type(criterion).__name__} sums over the batch, but with several workers a step's gradient is the mean "

@@ -383,8 +383,6 @@ def _read(data: bytes | memoryview, where: str, trusted: bool) -> dict[str, Any]
         raise CheckpointError(
             f"{where}: the checkpoint of a training function is a dictionary, found a {type(content).__name__}"
         )
-    if bytes(data[:1]) == RAY_TRAIN:
-        locations.warn_without_checksums(where)
     return content
 
 

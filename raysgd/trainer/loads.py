@@ -116,19 +116,15 @@ class Loads:
         where = locations.usable_place(path)
         if isinstance(where, Uri):
             remote.check_scheme(where)
-        copy, has_checksums = None, True  # a folder has digests
         try:
             with readable():
                 is_folder = where.is_dir()
-            if is_folder:
-                self._load_folder(where, take, trusted=trusted)
-            else:
-                copy, has_checksums = self._load_file(where, take, trusted=trusted)
+            if not is_folder:
+                return self._load_file(where, take, trusted=trusted)
+            self._load_folder(where, take, trusted=trusted)
         except CheckpointError as error:
             raise CheckpointError(str(error) if str(where) in str(error) else f"{where}: {error}") from error
-        if not has_checksums:
-            locations.warn_without_checksums(where)
-        return copy
+        return None
 
     def _load_folder(self, folder: locations.Place, take: Take, *, trusted: bool) -> None:
         raise CheckpointError("it is a directory: pass load() the file that save() wrote")
@@ -136,22 +132,22 @@ class Loads:
     def _restore(self, data: Any, take: Take, *, trusted: bool) -> None:
         take(loading.restore, {"source": Blob(data), "trusted": trusted})
 
-    def _load_file(self, where: locations.Place, take: Take, *, trusted: bool) -> tuple[Again, bool]:
-        """Let the workers read the file themselves, if they all see it. Return what loads it again,
-        and whether it has checksums."""
+    def _load_file(self, where: locations.Place, take: Take, *, trusted: bool) -> Again:
+        """Let the workers read the file themselves, if they all see it. Return what loads it
+        again."""
         if isinstance(where, Path):
             file = kept_open(where)
-            seen, has_checksums = verified_file(file, where)
+            seen, _ = verified_file(file, where)
             if seen is not None:
                 try:
                     take(loading.restore, {"source": seen, "trusted": trusted})
-                    return partial(self._restore_file, file, seen, trusted=trusted), has_checksums
+                    return partial(self._restore_file, file, seen, trusted=trusted)
                 except UnseenError:
                     logger.debug("a worker does not see %s, or cannot read it, so the driver sends its content", where)
         data = locations.read(where)
-        has_checksums = checksums.verify(data)
+        checksums.verify(data)
         self._restore(data, take, trusted=trusted)
-        return partial(self._restore, data, trusted=trusted), has_checksums
+        return partial(self._restore, data, trusted=trusted)
 
     def _restore_file(self, file: BinaryIO, seen: SeenFile, take: Take, *, trusted: bool) -> None:
         with readable():

@@ -225,7 +225,7 @@ def test_a_dictionary_of_ray_train_needs_trust(tmp_path: Path, caplog: pytest.Lo
     with pytest.raises(CheckpointError, match=r"checkpoint_000001: it holds a pickle, as Ray Train 1\.x.*trusted=True"):
         Checkpoint(path).to_dict()
     assert Checkpoint(path, trusted=True).to_dict() == {"epoch": 3}
-    assert [str(path) in message and "no checksums" in message for message in caplog.messages] == [True]
+    assert caplog.messages == []
     newer = Checkpoint(path, trusted=True).to_uri(tmp_path / "newer")
     assert Checkpoint(newer).to_dict() == {"epoch": 3}
 

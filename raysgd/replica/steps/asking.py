@@ -52,7 +52,10 @@ class Asking:
         measured = Measured(numbers(measured.metrics), measured.committed, measured.drawn)
         question = Question(replica.rank, replica.progress, measured)
         try:
-            reply = self._reply(question)
+            try:
+                reply: Reply = replica.control.ask(self._transfer, question)
+            except OSError as error:
+                raise NoDriver(str(error)) from error
             if reply.arguments is not None:
                 replica.share()
                 self._save(replica, **reply.arguments)
@@ -62,10 +65,3 @@ class Asking:
             logger.info("no checkpoint is made until workers change, because the driver does not answer: %s", error)
             reply = Reply(math.inf)
         self.step = reply.step
-
-    def _reply(self, question: Question) -> Reply:
-        try:
-            reply: Reply = self._replica.control.ask(self._transfer, question)
-        except OSError as error:
-            raise NoDriver(str(error)) from error
-        return reply

@@ -224,7 +224,8 @@ class PlannedSource(BatchSource):
         number = None if places is None else partial(places.number, epoch=epoch, reading=True)
         shares = self._picker.follow(self.order, self._plan(rank_info), rank_info.world_rank, offset, number)
         try:
-            with closing(self._batches_of_twin()) as self._live:
+            batches = iter(self._twin) if isinstance(self._twin, Gathered) else LoaderIterator(self._twin)
+            with closing(batches) as self._live:
                 for batch in self._live:
                     if not shares:
                         raise RuntimeError(
@@ -248,9 +249,6 @@ class PlannedSource(BatchSource):
         finally:
             self._live = None  # otherwise processes that are forked later would have a copy of it
         self._open = None
-
-    def _batches_of_twin(self) -> Generator[Any] | LoaderIterator:
-        return iter(self._twin) if isinstance(self._twin, Gathered) else LoaderIterator(self._twin)
 
     def close(self) -> None:
         """End the loader's processes. If only the garbage collector did it, torch would wait 5 s

@@ -89,7 +89,9 @@ def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _check_optimizer(number: int, optimizer: Any, saved: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the saved state is that of another optimizer, or of other
     parameters. The optimizer of a user may have a state of any form."""
-    ordinary = isinstance(optimizer, torch.optim.Optimizer) and not _has_own_state(optimizer)
+    kind, base = type(optimizer), torch.optim.Optimizer
+    has_own_state = kind.state_dict is not base.state_dict or kind.load_state_dict is not base.load_state_dict
+    ordinary = isinstance(optimizer, base) and not has_own_state
     if not ordinary and "param_groups" not in saved:
         return
     groups, saved_groups = optimizer.param_groups, saved["param_groups"]
@@ -104,11 +106,6 @@ def _check_optimizer(number: int, optimizer: Any, saved: Mapping[str, Any]) -> N
         for mine, theirs in zip(groups, saved_groups, strict=True):
             _check_group(number, mine, theirs)
         _check_states(number, optimizer, saved)
-
-
-def _has_own_state(optimizer: Any) -> bool:
-    kind, base = type(optimizer), torch.optim.Optimizer
-    return kind.state_dict is not base.state_dict or kind.load_state_dict is not base.load_state_dict
 
 
 def _check_kind(what: str, names: set[str], saved_names: set[str]) -> None:

@@ -99,7 +99,9 @@ class RestoreWeights(Policy):
 
     def _acts(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called before an optimizer's step."""
-        if closure_in(args, kwargs) is not None and _iterates(optimizer):
+        # torch's optimizers but one call a closure once, before they change a weight.
+        iterates = isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim.")
+        if iterates and closure_in(args, kwargs) is not None:
             self._states.append((optimizer, copy.deepcopy(optimizer.state_dict())))
         if self._acted or self._looks == 0:
             return None
@@ -115,9 +117,3 @@ class RestoreWeights(Policy):
         if self._looks > 0:
             pairs = enumerate(zip(self._now, self._before, strict=True))
             self._moved |= {place for place, pair in pairs if place not in self._moved and not torch.equal(*pair)}
-
-
-def _iterates(optimizer: Any) -> bool:
-    """Whether this optimizer may change weights between two calls of its closure: torch's others
-    call it once, first."""
-    return isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim.")

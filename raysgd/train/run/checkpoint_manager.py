@@ -9,12 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage import folders, locations
-from raysgd.storage.folders import MARKER
 from raysgd.storage.locations import Place
 from raysgd.storage.remote import Uri, probe
 from raysgd.train.checkpoint import Checkpoint, is_directory
@@ -91,11 +89,7 @@ class CheckpointManager:
                     raise CheckpointError(f"{error}. To resume from an older checkpoint, delete {place}") from error
                 logger.warning("%s%06d is ranked last: %s", PREFIX, number, error)
             self.stored.append(StoredCheckpoint(number, place, score, metrics))
-            if payload is None:
-                continue
-            self.payload = payload
-            if isinstance(place, Path) and place.is_dir() and not (place / MARKER).exists():
-                locations.warn_without_checksums(place)
+            self.payload = self.payload if payload is None else payload
         self.latest_id = max([self.latest_id, *reported, *complete])
 
     def register(self, payload: bytes) -> int:

@@ -76,7 +76,10 @@ class OpenRound:
         """Raise ReportMismatchError if the ranks made different calls, or wait for one that has
         returned."""
         if len({each.kind for each in self._reports.values()}) > 1:
-            raise ReportMismatchError(_describe_calls(self._reports.values()))
+            called = _describe_each(self._reports.values())
+            raise ReportMismatchError(
+                f"the ranks made different calls: {called}. Every rank must make the same calls in the same order"
+            )
         missing = self._returned - self._reports.keys()
         if self._reports and missing:
             raise ReportMismatchError(
@@ -93,10 +96,6 @@ class OpenRound:
 def checkpoint_of(round_: Round) -> bytes | None:
     """The checkpoint of the lowest rank that has one, as all have the same state."""
     return next((report.checkpoint for report in round_ if report.checkpoint is not None), None)
-
-
-def _describe_calls(reports: Iterable[Report]) -> str:
-    return f"the ranks made different calls: {_describe_each(reports)}. Every rank must make the same calls in the same order"
 
 
 def _describe_each(reports: Iterable[Report]) -> str:

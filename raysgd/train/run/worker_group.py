@@ -158,7 +158,8 @@ class WorkerGroup:
 
     def execute_single(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `func(*args, **kwargs)` on the rank `worker_index`. Return its value."""
-        self._check_index(worker_index)
+        if not isinstance(worker_index, int) or not 0 <= worker_index < len(self):
+            raise ConfigError(f"worker_index must be a rank from 0 to {len(self) - 1}, got {worker_index!r}")
         return self._call(func, args, kwargs, worker_index)[worker_index]
 
     def execute_object(self, func: Callable[..., Any], args: Any, kwargs: Any, only: int | None = None) -> list[Any]:
@@ -195,10 +196,6 @@ class WorkerGroup:
         if max_failures and engine.generation != generation:
             raise WorkersChanged("workers have failed during this call: the backend's hook is called again")
         return [outcome.value for outcome in outcomes if hasattr(outcome, "value")]
-
-    def _check_index(self, index: Any) -> None:
-        if not isinstance(index, int) or not 0 <= index < len(self):
-            raise ConfigError(f"worker_index must be a rank from 0 to {len(self) - 1}, got {index!r}")
 
 
 class StartedWorkers:
