@@ -178,7 +178,7 @@ def change_order(change: Callable[[Any], Any]) -> Any:
     def agreed(order: Any, recipe: Any, *, first: bool) -> tuple[Any, None]:
         return change(agree(order, recipe, first=first)[0]), None
 
-    return patched("raysgd.torch.data.sources.agree", agreed)
+    return patched("raysgd.torch.data.sampling.agree", agreed)
 
 
 def send_ahead(patch: Any) -> None:

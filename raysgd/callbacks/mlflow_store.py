@@ -11,17 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from raysgd.callbacks import writers
 from raysgd.callbacks.base import CallResult, Run
-from raysgd.callbacks.writers import (
-    Writer,
-    check_rank,
-    flat,
-    for_json,
-    import_extra,
-    recovery_scalars,
-    scalars,
-    scalars_of_report,
-)
 from raysgd.core.decisions.policy import Recovery
 
 DATABASE = "mlflow.db"
@@ -30,7 +21,7 @@ TAG, RECOVERIES = "raysgd.recoveries", "recoveries.json"
 OWN = (DATABASE, ARTIFACTS, "mlruns")
 
 
-class MLflowCallback(Writer):
+class MLflowCallback(writers.Writer):
     """Creates one MLflow run per trainer (for functions, per run). Logs the config as parameters,
     and each scalar as a metric over the batches trained so far (for functions, one rank's scalars
     over its reports). Recoveries and planned changes of the workers are metrics `recovery_...`, the
@@ -68,7 +59,7 @@ class MLflowCallback(Writer):
         self.tracking_uri = tracking_uri
         self._registry_uri, self._experiment_id, self._experiment_name = registry_uri, experiment_id, experiment_name
         self._tags, self._save_artifact = dict(tags or {}), save_artifact
-        self._worker = check_rank(worker_to_log)
+        self._worker = writers.check_rank(worker_to_log)
         self._user_folder = None if logdir is None else Path(logdir).expanduser()
         self._given_uri = tracking_uri
         self._folder = Path()
@@ -79,7 +70,7 @@ class MLflowCallback(Writer):
 
     def on_start(self, run: Run) -> None:
         self._client, self._recoveries, self._stored = None, [], 0
-        tracking = import_extra("mlflow.tracking", user="MLflowCallback")
+        tracking = writers.import_extra("mlflow.tracking", user="MLflowCallback")
         self._folder = self._user_folder or run.folder
         self.tracking_uri = self._given_uri or os.environ.get("MLFLOW_TRACKING_URI")
         if self.tracking_uri is None:
@@ -88,18 +79,18 @@ class MLflowCallback(Writer):
         client = tracking.MlflowClient(self.tracking_uri, self._registry_uri)
         self.run_id = client.create_run(self._experiment(client, run), tags=self._tags).info.run_id
         self._client = client
-        for name, value in flat(run.config).items():
+        for name, value in writers.flat(run.config).items():
             client.log_param(self.run_id, name, value)
 
     def on_result(self, result: CallResult) -> None:
         if self._client is None:
             return
-        metric = import_extra("mlflow.entities", user="MLflowCallback").Metric
+        metric = writers.import_extra("mlflow.entities", user="MLflowCallback").Metric
         now = int(time.time() * 1000)
         if result.kind == "report":
-            values = scalars_of_report(result, self._worker)
+            values = writers.scalars_of_report(result, self._worker)
         else:
-            values = {**scalars(result.metrics), f"{result.kind}_seconds": result.seconds}
+            values = {**writers.scalars(result.metrics), f"{result.kind}_seconds": result.seconds}
             values["world_size"] = float(result.world_size)
         prefix = "batch_" if result.kind == "batch" else ""
         logged = [metric(prefix + name.removeprefix(prefix), value, now, result.step) for name, value in values.items()]
@@ -113,14 +104,14 @@ class MLflowCallback(Writer):
         new, self._stored = self._recoveries[self._stored :], len(self._recoveries)
         if not new:
             return
-        metric = import_extra("mlflow.entities", user="MLflowCallback").Metric
+        metric = writers.import_extra("mlflow.entities", user="MLflowCallback").Metric
         for each in new:
-            values = recovery_scalars(each).items()
+            values = writers.recovery_scalars(each).items()
             logged = [metric(f"recovery_{name}", value, int(each.time * 1000), each.step) for name, value in values]
             client.log_batch(self.run_id, metrics=logged)
         counts = Counter(each.reason for each in self._recoveries)
         client.set_tag(self.run_id, TAG, ", ".join(f"{reason}: {count}" for reason, count in counts.items()))
-        records = [for_json(asdict(each)) for each in self._recoveries]
+        records = [writers.for_json(asdict(each)) for each in self._recoveries]
         client.log_text(self.run_id, json.dumps(records, indent=1), RECOVERIES)
 
     def on_end(self, failed: bool) -> None:

@@ -6,20 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from raysgd.callbacks import writers
 from raysgd.callbacks.base import CallResult, Run
-from raysgd.callbacks.writers import (
-    Writer,
-    check_rank,
-    for_json,
-    import_extra,
-    recovery_scalars,
-    recovery_text,
-    tagged_scalars,
-)
 from raysgd.core.decisions.policy import Recovery
 
 
-class WandbCallback(Writer):
+class WandbCallback(writers.Writer):
     """Creates one W&B run per trainer (for functions, per run). Logs the config, and each scalar as
     `train/...` or `validate/...` over `step`, the batches trained so far. A function's scalars keep
     their own names. Recoveries and planned changes of the workers are `recovery/...`.
@@ -48,19 +40,19 @@ class WandbCallback(Writer):
         super().__init__(log_every)
         self._project, self._name, self._mode, self._init = project, name, mode, dict(init or {})
         self._user_folder = None if dir is None else Path(dir).expanduser()
-        self._worker = check_rank(worker_to_log)
+        self._worker = writers.check_rank(worker_to_log)
         self.run: Any = None
 
     def on_start(self, run: Run) -> None:
         self.on_end(False)
         folder = self._user_folder or run.folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.run = import_extra("wandb", user="WandbCallback").init(
+        self.run = writers.import_extra("wandb", user="WandbCallback").init(
             project=self._project or run.name or None,
             name=self._name,
             mode=self._mode,
             dir=str(folder),
-            config=for_json(run.config),
+            config=writers.for_json(run.config),
             reinit="create_new",  # so that a run that the script has started is left alone
             **self._init,
         )
@@ -68,11 +60,15 @@ class WandbCallback(Writer):
 
     def on_result(self, result: CallResult) -> None:
         if self.run is not None:
-            self.run.log({**tagged_scalars(result, self._worker), "step": result.step})
+            self.run.log({**writers.tagged_scalars(result, self._worker), "step": result.step})
 
     def on_recovery(self, recovery: Recovery) -> None:
         if self.run is not None:
-            values = {"text": recovery_text(recovery), "detail": recovery.detail, **recovery_scalars(recovery)}
+            values = {
+                "text": writers.recovery_text(recovery),
+                "detail": recovery.detail,
+                **writers.recovery_scalars(recovery),
+            }
             self.run.log({**{f"recovery/{name}": value for name, value in values.items()}, "step": recovery.step})
 
     def on_end(self, failed: bool) -> None:

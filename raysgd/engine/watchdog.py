@@ -7,17 +7,9 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from raysgd.core import hang
 from raysgd.core.channel.messages import StackReport
 from raysgd.core.control import longest_silence_s
-from raysgd.core.hang import (
-    USERS_PART,
-    RankReport,
-    blocking_ranks,
-    describe_rank,
-    describe_slow,
-    describe_unfinished,
-    is_in_collective,
-)
 from raysgd.core.outcomes import Outcome
 from raysgd.engine.worker_table import KILLED_S, LOOK_S, WorkerTable
 
@@ -75,7 +67,7 @@ class TimeLimit:
         table = self._table
         if table.clock() >= self._warn_at:
             self._warn_at = math.inf
-            if self._verb in USERS_PART:
+            if self._verb in hang.USERS_PART:
                 warn_of_slow(table, list(running), self._verb, self._limit_s)
         if table.clock() >= self._look_at:
             self._look_at = table.clock() + LOOK_S
@@ -104,31 +96,31 @@ def warn_of_slow(table: WorkerTable, workers: Sequence[str], verb: str, limit_s:
     """Log where workers are whose set-up has taken a tenth of its limit: those that block the
     others."""
     reports = ask_for_stacks(table, workers)
-    for worker in blocking_ranks(reports) or list(reports):
-        logger.warning("%s", describe_slow(reports[worker], verb, limit_s * WARN_PART, limit_s))
+    for worker in hang.blocking_ranks(reports) or list(reports):
+        logger.warning("%s", hang.describe_slow(reports[worker], verb, limit_s * WARN_PART, limit_s))
 
 
 def end_if_silent(table: WorkerTable, worker: str, verb: str) -> None:
     """Kill the worker if it sends not even "alive": its process is stopped."""
     if table[worker].killed_for is None and table.silent_for(worker) > table.silent_s:
-        table.kill(worker, "hang", describe_unfinished(report_of(table, worker, None), verb, table.silent_s))
+        table.kill(worker, "hang", hang.describe_unfinished(report_of(table, worker, None), verb, table.silent_s))
 
 
 def collect_unfinished(table: WorkerTable, workers: Sequence[str], verb: str, limit_s: float) -> dict[str, str]:
     """Say, for each of these workers that is still busy, what it did not finish in time, and where
     it is. Workers that block the others come first."""
     reports = ask_for_stacks(table, workers)
-    blocking = blocking_ranks(reports) or list(reports)
+    blocking = hang.blocking_ranks(reports) or list(reports)
     waiting = [worker for worker in reports if worker not in blocking]
     first = ", ".join(f"rank {reports[worker].rank}" for worker in blocking)
-    stories = {worker: describe_unfinished(reports[worker], verb, limit_s) for worker in blocking}
+    stories = {worker: hang.describe_unfinished(reports[worker], verb, limit_s) for worker in blocking}
     for worker in blocking:
         if reports[worker].stack is not None:
             table.set_unfinished(worker, stories[worker])
     return stories | {worker: f"waited for {first} in '{verb}' for {limit_s:g} s" for worker in waiting}
 
 
-def ask_for_stacks(table: WorkerTable, workers: Sequence[str]) -> dict[str, RankReport]:
+def ask_for_stacks(table: WorkerTable, workers: Sequence[str]) -> dict[str, hang.RankReport]:
     """Ask the workers where they are. Return the answers of those that are still busy."""
     number, answers, deadline = table.request_stacks(workers), dict[str, StackReport](), table.clock() + SILENT_S
     while (
@@ -139,10 +131,10 @@ def ask_for_stacks(table: WorkerTable, workers: Sequence[str]) -> dict[str, Rank
     return {w: report_of(table, w, answers.get(w)) for w in workers if table[w].busy is not None}
 
 
-def report_of(table: WorkerTable, worker: str, answer: StackReport | None) -> RankReport:
+def report_of(table: WorkerTable, worker: str, answer: StackReport | None) -> hang.RankReport:
     """Find where a worker is, from its answer, or from what it reported before."""
     info = table[worker]
-    return RankReport(
+    return hang.RankReport(
         rank=info.rank,
         node=info.machine,
         phase=info.progress.phase if answer is None else answer.phase,
@@ -188,9 +180,9 @@ class Watchdog:
     def _kill_in_collectives(self, running: Sequence[str], interrupted_s: float) -> bool:
         """Kill the ranks that are still in a collective call, which should have failed when they
         were interrupted. Return whether there are any."""
-        waiting = [w for w in running if w in self._stacks and is_in_collective(self._stacks[w].frames)]
+        waiting = [w for w in running if w in self._stacks and hang.is_in_collective(self._stacks[w].frames)]
         for worker in waiting:
-            story = describe_rank(self._report(worker))
+            story = hang.describe_rank(self._report(worker))
             why = f"it did not leave a collective call within {interrupted_s:.0f} s after it was interrupted: {story}"
             logger.warning("killing a rank because %s", why)
             self._table.kill(worker, "hang", why)
@@ -216,12 +208,12 @@ class Watchdog:
         self._asked_at = self._table.clock()
         self._round = self._table.request_stacks(running)
 
-    def _report(self, worker: str) -> RankReport:
+    def _report(self, worker: str) -> hang.RankReport:
         return report_of(self._table, worker, self._stacks.get(worker))
 
     def _judge(self, running: Sequence[str], quiet: float, *, others_failed: bool, leaving: bool) -> None:
         reports = {worker: self._report(worker) for worker in running}
-        blocking = blocking_ranks(reports, still_s=min(quiet, self._limit_s), others_failed=others_failed)
+        blocking = hang.blocking_ranks(reports, still_s=min(quiet, self._limit_s), others_failed=others_failed)
         if quiet < self._limit_s:
             now = self._table.clock()
             if now - self._warned_at <= self._limit_s / 3:
@@ -232,7 +224,7 @@ class Watchdog:
                     "no progress for %.0f s (limit %.0f s): %s",
                     quiet,
                     self._limit_s,
-                    describe_rank(reports[worker]),
+                    hang.describe_rank(reports[worker]),
                 )
             return
         if not blocking and any(report.stack is None for report in reports.values()):
@@ -240,13 +232,13 @@ class Watchdog:
         if not blocking and leaving:
             return  # they were interrupted a moment ago
         if not blocking:
-            stories = "; ".join(describe_rank(report) for report in reports.values())
+            stories = "; ".join(hang.describe_rank(report) for report in reports.values())
             for worker in self._workers:
                 why = f"no progress for {quiet:.0f} s, and no rank blocks the others: {stories}"
                 self._table.kill(worker, "hang", why)
             return
         for worker in blocking:
-            story = describe_rank(reports[worker])
+            story = hang.describe_rank(reports[worker])
             logger.warning("no progress for %.0f s: killing %s", quiet, story)
             answer = self._stacks.get(worker)
             hung_at = None if answer is None else (answer.phase, answer.batch)

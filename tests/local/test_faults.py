@@ -366,7 +366,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda original: lambda self, state: None,
     ),
     "the ranks do not agree on an order": (
-        "raysgd.torch.data.sources.agree",
+        "raysgd.torch.data.sampling.agree",
         lambda original: lambda order, recipe, *, first: (order if first else order.flip(0), None),
     ),
     "a batch counts before its step": (

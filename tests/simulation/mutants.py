@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from raysgd.core import hang
 from raysgd.core.channel.messages import Interrupt, ProgressReport, ProposeBoundary
 from raysgd.core.control import Control
 from raysgd.core.decisions import policy
@@ -20,7 +21,7 @@ from raysgd.core.decisions.sampling_plan import RankShare, SamplingPlan
 from raysgd.core.measures import metrics
 from raysgd.core.measures.progress import Progress
 from raysgd.core.snapshot import Snapshot, SnapshotStore
-from raysgd.engine import boundary, engine, generation, membership, recovery, watchdog
+from raysgd.engine import boundary, engine, generation, membership, recovery
 from raysgd.engine.engine import Engine
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
@@ -358,13 +359,13 @@ def never_kill_a_rank_that_hangs(patch: Patch) -> None:
 
 @mutant
 def kill_the_ranks_that_wait(patch: Patch) -> None:
-    original = watchdog.blocking_ranks
+    original = hang.blocking_ranks
 
     def blocking_ranks(reports: Any, **given: Any) -> list[str]:
         found = original(reports, **given)
         return [worker for worker in reports if worker not in found] if found else []
 
-    patch.setattr(watchdog, "blocking_ranks", blocking_ranks)
+    patch.setattr(hang, "blocking_ranks", blocking_ranks)
 
 
 @mutant

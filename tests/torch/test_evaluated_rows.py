@@ -48,7 +48,7 @@ class Ranks:
         given = {"continues": continues, "places": self.places}
         with pytest.MonkeyPatch.context() as patched:  # all draw the same, and do not have to agree
             patched.setattr(TorchSettings, "distributed", True)
-            patched.setattr("raysgd.torch.data.sources.agree", lambda order, recipe, first: (order, recipe))
+            patched.setattr("raysgd.torch.data.sampling.agree", lambda order, recipe, first: (order, recipe))
             self.places = [place(rank, self.calls, steps, **given) for rank in self.ranks]
         taken = sorted(each for rank in self.ranks for each in rank.operator.taken)
         for rank in self.ranks:

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import ConfigError, TrainingOptions
 from raysgd.core.ranks import RankInfo
 from raysgd.environment import NCCL_ANYWHERE
-from raysgd.torch import TrainingOperator
-from raysgd.torch.group import nccl, process_group
+from raysgd.torch import TrainingOperator, foreign
+from raysgd.torch.group import nccl
 from raysgd.torch.group.process_group import TorchBackend, name_for
 from tests.replicas import Interrupted, OperatorRank, torch_rank
 
@@ -128,7 +128,7 @@ def backend_with(monkeypatch: pytest.MonkeyPatch, ranks: int) -> tuple[TorchBack
     backend, waits, made = TorchBackend("nccl"), list[int](), [0]
     backend._rank_info = RankInfo(world_size=ranks)
     monkeypatch.setattr(nccl, "wait_for_device", lambda: waits.append(made[0]))
-    monkeypatch.setattr(process_group, "calls_made", lambda: made[0])
+    monkeypatch.setattr(foreign, "calls_made", lambda: made[0])
     return backend, waits, lambda count: made.__setitem__(0, made[0] + count)
 
 

@@ -19,16 +19,7 @@ from torch.utils.data import dataloader as torch_loader
 
 from raysgd.core.outcomes import DataLoaderFailure
 from raysgd.errors import text_of
-from raysgd.torch.foreign import (
-    begin_pass,
-    end_processes,
-    forget_iterator,
-    is_loaders_signal_handler,
-    keep_iterator,
-    live_iterator,
-    lost_processes,
-    processes_of,
-)
+from raysgd.torch import foreign
 
 END_S = 1.0
 DYING_S, OTHER_S = 10.0, 1.0  # after an error of a connection, and after another one
@@ -52,19 +43,19 @@ class LoaderIterator:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
-        self._live: Any = live_iterator(loader)  # its processes persist from one pass to the next
-        if lost := lost_processes(self._live):
+        self._live: Any = foreign.live_iterator(loader)  # its processes persist from one pass to the next
+        if lost := foreign.lost_processes(self._live):
             failure = self._failed(self._live)
             if not _have_exited(lost):  # otherwise Ctrl-C has reached them, too, and no pass needs their batches
                 raise failure
             self._live = None
-        self._has_processes = bool(processes_of(self._live))
+        self._has_processes = bool(foreign.processes_of(self._live))
         try:
-            self._live = begin_pass(loader)
+            self._live = foreign.begin_pass(loader)
         except Exception as error:
             self._explain(error)
             raise
-        self._has_processes = bool(processes_of(self._live))
+        self._has_processes = bool(foreign.processes_of(self._live))
         try:
             _delay_reports()
         except RuntimeError:  # torch's handler was not wrapped yet; the next batch shows which process has ended
@@ -74,7 +65,7 @@ class LoaderIterator:
         return self
 
     def __next__(self) -> Any:
-        if self._has_processes and lost_processes(self._live):
+        if self._has_processes and foreign.lost_processes(self._live):
             raise self._failed(self._live)
         try:
             return next(self._live)
@@ -86,13 +77,13 @@ class LoaderIterator:
 
     def keep(self) -> None:
         """Let the same processes make the loader's next pass."""
-        keep_iterator(self._loader, self._live)
+        foreign.keep_iterator(self._loader, self._live)
 
     def close(self) -> None:
         """End the processes, unless they persist to the next pass. Whoever keeps this object, such
         as a traceback, would keep them, and a copy of torch's iterator in processes that are forked
         later, which prints an error there when it is collected."""
-        if self._has_processes and self._live is not live_iterator(self._loader):
+        if self._has_processes and self._live is not foreign.live_iterator(self._loader):
             _clean_up(self._live)
 
     def _explain(self, error: Exception) -> None:
@@ -105,10 +96,10 @@ class LoaderIterator:
 
     def _failed(self, broken: Any) -> BaseException:
         """End the iterator of which a process has ended, and return the error about it."""
-        lost = lost_processes(broken)
+        lost = foreign.lost_processes(broken)
         reason = "; ".join(_described(process) for process in lost)
-        if live_iterator(self._loader) is broken:
-            forget_iterator(self._loader)
+        if foreign.live_iterator(self._loader) is broken:
+            foreign.forget_iterator(self._loader)
         _end(broken)
         return RuntimeError(f"{reason}. {EXITED}") if _have_exited(lost) else DataLoaderFailure(reason)
 
@@ -124,8 +115,8 @@ def _broken(error: Exception) -> Any:
     is dead, so this waits for it."""
     iterators = list(_iterators_in(error.__traceback__))
     until = time.monotonic() + (DYING_S if isinstance(error, ConnectionError | EOFError) else OTHER_S)
-    while any(map(processes_of, iterators)):
-        broken = next(filter(lost_processes, iterators), None)
+    while any(map(foreign.processes_of, iterators)):
+        broken = next(filter(foreign.lost_processes, iterators), None)
         if broken is not None or time.monotonic() > until:
             return broken
         time.sleep(0.01)
@@ -149,7 +140,7 @@ def end_iterators_of(error: BaseException) -> None:
 
 def _end(iterator: Any) -> None:
     """End the remaining processes of a broken iterator."""
-    for process in processes_of(iterator):
+    for process in foreign.processes_of(iterator):
         process.kill()
     _clean_up(iterator)
 
@@ -157,7 +148,7 @@ def _end(iterator: Any) -> None:
 def _clean_up(iterator: Any) -> None:
     """Let torch end an iterator's processes. A dead process may have held locks that are never
     released, and torch can wait for one of them, so this runs in a thread."""
-    ender = threading.Thread(target=end_processes, args=(iterator,), name="raysgd-loader-end", daemon=True)
+    ender = threading.Thread(target=foreign.end_processes, args=(iterator,), name="raysgd-loader-end", daemon=True)
     ender.start()
     ender.join(END_S)
 
@@ -175,7 +166,7 @@ def _delay_reports() -> None:
     main thread is now is found when the loader is asked for its next batch."""
     handler: Any = signal.getsignal(signal.SIGCHLD)
     in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or not is_loaders_signal_handler(handler):
+    if not in_main or not foreign.is_loaders_signal_handler(handler):
         return
 
     def delayed(number: int, frame: FrameType | None) -> None:
@@ -191,7 +182,7 @@ def _delay_reports() -> None:
 def _waits(frame: FrameType | None) -> bool:
     """Whether a loader that has lost a process runs in this frame or a caller."""
     while frame is not None:
-        if frame.f_code.co_filename == torch_loader.__file__ and lost_processes(frame.f_locals.get("self")):
+        if frame.f_code.co_filename == torch_loader.__file__ and foreign.lost_processes(frame.f_locals.get("self")):
             return True
         frame = frame.f_back
     return False

@@ -23,22 +23,9 @@ from raysgd.ray_data.columns import RayData
 from raysgd.replica.seeding import Places, derived_seed
 from raysgd.replica.steps.position import Position
 from raysgd.replica.steps.step import Drawn
+from raysgd.torch.data import sampling
 from raysgd.torch.data.iterable import sharded_live
 from raysgd.torch.data.loading import LoaderIterator
-from raysgd.torch.data.sampling import (
-    Gathered,
-    Order,
-    Picker,
-    Recipe,
-    agree,
-    epoch_order,
-    has_own_batches,
-    plan_of,
-    random_sources,
-    set_epoch,
-    split_last_step,
-    with_sampler,
-)
 from raysgd.torch.foreign import end_processes, forget_iterator, live_iterator, ranks_asked
 
 ENDED_EARLY = (
@@ -65,7 +52,7 @@ class BatchSource:
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         self._epoch = epoch
-        set_epoch(self.loader, epoch)
+        sampling.set_epoch(self.loader, epoch)
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         """This rank's part of the rest of the epoch."""
@@ -111,13 +98,13 @@ class PlannedSource(BatchSource):
         device: torch.device | None = None,
     ) -> None:
         self.loader, self._pad, self._division, self._places = loader, pad, division, places
-        self._position, self._known = position or Position(), dict[int, tuple[Order, Recipe | None]]()
-        self._own_batches = own_batches = has_own_batches(loader)
-        self._picker = Picker(own_batches=own_batches, batched=own_batches or loader.batch_size is not None)
-        self._twin = with_sampler(loader, self._picker, pinned=device is not None and device.type == "cuda")
+        self._position, self._known = position or Position(), dict[int, tuple[sampling.Order, sampling.Recipe | None]]()
+        self._own_batches = own_batches = sampling.has_own_batches(loader)
+        self._picker = sampling.Picker(own_batches=own_batches, batched=own_batches or loader.batch_size is not None)
+        self._twin = sampling.with_sampler(loader, self._picker, pinned=device is not None and device.type == "cuda")
         self._seed = torch.initial_seed()
-        self.order: Order = range(0)
-        self._recipe: Recipe | None = None  # of the order, if all ranks have drawn it from that
+        self.order: sampling.Order = range(0)
+        self._recipe: sampling.Recipe | None = None  # of the order, if all ranks have drawn it from that
         self._begun: tuple[int, list[torch.Tensor]] | None = None  # the newest epoch, and the generators before it
         self._begins = False  # whether it may have to begin again, as no batches of it were asked for
         self._orders: int | None = None  # what the orders are drawn from in a process that has joined a run
@@ -133,13 +120,13 @@ class PlannedSource(BatchSource):
         order, recipe = self._known.get(epoch) or self._draw(epoch, rank_info, shared)
         self.order, self._recipe = order, None
         if shared and rank_info.world_size > 1 and not isinstance(order, range):
-            self.order, self._recipe = order, recipe = agree(order, recipe, first=rank_info.world_rank == 0)
+            self.order, self._recipe = order, recipe = sampling.agree(order, recipe, first=rank_info.world_rank == 0)
         if not self._pad:
             known, first = {**self._known, epoch: (order, recipe)}, self._position.call_epoch - 1
             self._known = {each: pair for each, pair in known.items() if each >= first}
 
-    def _draw(self, epoch: int, rank_info: RankInfo, shared: bool) -> tuple[Order, Recipe | None]:
-        generators = [torch.default_generator, *random_sources(self.loader)]
+    def _draw(self, epoch: int, rank_info: RankInfo, shared: bool) -> tuple[sampling.Order, sampling.Recipe | None]:
+        generators = [torch.default_generator, *sampling.random_sources(self.loader)]
         if self._begun is not None and self._begun[0] == epoch:  # a failure has ended the first try
             for generator, before in zip(generators, self._begun[1], strict=True):
                 generator.set_state(before)
@@ -148,7 +135,7 @@ class PlannedSource(BatchSource):
             if self._orders is not None:
                 torch.default_generator.manual_seed(derived_seed(self._orders, epoch))
             with ranks_asked() as asked:
-                drawn = epoch_order(self.loader)
+                drawn = sampling.epoch_order(self.loader)
         if asked and shared and epoch == 0 and rank_info.world_rank == 0:
             sampler = self.loader.batch_sampler if self._own_batches else self.loader.sampler
             logger.warning(SAMPLER_DIVIDES, type(sampler).__name__)
@@ -162,7 +149,7 @@ class PlannedSource(BatchSource):
     def state(self) -> dict[str, Any]:
         """The order of this epoch, and the generators' states for the next ones."""
         order = None if isinstance(self.order, range) else self.order
-        generators = [source.get_state() for source in random_sources(self.loader)]
+        generators = [source.get_state() for source in sampling.random_sources(self.loader)]
         if self._begun is not None and self._begins and self._epoch not in self._known:
             generators = self._begun[1][1:]
         return {**super().state(), "order": order, "generators": generators}
@@ -172,7 +159,7 @@ class PlannedSource(BatchSource):
         samples, a snapshot after a short call would copy and send many MB. A new process, whose
         generators are young, draws further orders from what these were drawn from."""
         orders = torch.initial_seed() if self._orders is None else self._orders
-        drawn = {} if self._places is not None or random_sources(self.loader) else {"orders": orders}
+        drawn = {} if self._places is not None or sampling.random_sources(self.loader) else {"orders": orders}
         recipe = {} if self._recipe is None else {"order": None, "recipe": self._recipe}
         known = {
             epoch: (order if its_recipe is None else None, its_recipe)
@@ -185,9 +172,9 @@ class PlannedSource(BatchSource):
         self._orders = state.get("orders") if self._begun is None else self._orders
         self._begun, self._begins = (-1, []), False
         recipe, order = state.get("recipe"), state.get("order")
-        if isinstance(recipe, Recipe):  # never from a file
+        if isinstance(recipe, sampling.Recipe):  # never from a file
             order = self.order if recipe == self._recipe else recipe.order()
-        self._recipe = recipe if isinstance(recipe, Recipe) else None
+        self._recipe = recipe if isinstance(recipe, sampling.Recipe) else None
         self.order = range(len(self.loader.sampler)) if order is None else order
         known = {} if self._pad else state.get("known", {})
         self._known = {
@@ -195,7 +182,7 @@ class PlannedSource(BatchSource):
             for epoch, (drawn, its_recipe) in known.items()
         }
         self._drop()
-        for source, saved in zip(random_sources(self.loader), state.get("generators", ()), strict=False):
+        for source, saved in zip(sampling.random_sources(self.loader), state.get("generators", ()), strict=False):
             source.set_state(saved)
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
@@ -203,7 +190,7 @@ class PlannedSource(BatchSource):
         deal is another one, the loader's processes continue. Another source of the same data set
         may have set its epoch meanwhile."""
         if not self._begins:
-            set_epoch(self.loader, self._epoch)
+            sampling.set_epoch(self.loader, self._epoch)
         self._begins = False
         key = rank_info, self._division(rank_info.world_size)
         if self._open is not None and self._open[:2] == (key, offset):
@@ -215,16 +202,16 @@ class PlannedSource(BatchSource):
 
     def _generate(self, rank_info: RankInfo, offset: int) -> Generator[Drawn]:
         if self._pad and self._own_batches:
-            self.order = split_last_step(self.order, self._division(rank_info.world_size).batches, offset)
+            self.order = sampling.split_last_step(self.order, self._division(rank_info.world_size).batches, offset)
         places, epoch = self._places, self._epoch + 1
         seed = torch.initial_seed() if places is None else places.number(epoch=epoch)
-        if self._seed != seed and not isinstance(self._twin, Gathered):
+        if self._seed != seed and not isinstance(self._twin, sampling.Gathered):
             self._seed = seed
             self._twin.generator.manual_seed(seed)  # the processes of the loader get their seeds from it
         number = None if places is None else partial(places.number, epoch=epoch, reading=True)
         shares = self._picker.follow(self.order, self._plan(rank_info), rank_info.world_rank, offset, number)
         try:
-            batches = iter(self._twin) if isinstance(self._twin, Gathered) else LoaderIterator(self._twin)
+            batches = iter(self._twin) if isinstance(self._twin, sampling.Gathered) else LoaderIterator(self._twin)
             with closing(batches) as self._live:
                 for batch in self._live:
                     if not shares:
@@ -273,7 +260,7 @@ class PlannedSource(BatchSource):
 
     def _plan(self, rank_info: RankInfo) -> SamplingPlan:
         ranks = rank_info.world_size
-        return plan_of(self.loader, len(self.order), self._division(ranks), world_size=ranks, pad=self._pad)
+        return sampling.plan_of(self.loader, len(self.order), self._division(ranks), world_size=ranks, pad=self._pad)
 
 
 def _differ_in_deal(one: tuple[RankInfo, Division], other: tuple[RankInfo, Division]) -> bool:
@@ -372,7 +359,7 @@ class LiveSource(BatchSource):
         return self._used
 
     def _generators(self) -> list[torch.Generator]:
-        sources = random_sources(self.loader) if isinstance(self.loader, DataLoader) else []
+        sources = sampling.random_sources(self.loader) if isinstance(self.loader, DataLoader) else []
         return [torch.default_generator, *sources]
 
     def _next(self) -> Any:

@@ -19,13 +19,7 @@ from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.core.ranks import RankInfo
 from raysgd.environment import NCCL_ANYWHERE, flag_from_environment
 from raysgd.errors import ConfigError, causes_of
-from raysgd.torch.foreign import (
-    calls_made,
-    collective_counter,
-    forget_groups,
-    groups,
-    set_collective_limit,
-)
+from raysgd.torch import foreign
 from raysgd.torch.group import nccl
 from raysgd.torch.group.interfaces import choose_interface
 from raysgd.torch.group.sockets import Connections, GlooConnections
@@ -147,7 +141,7 @@ class TorchBackend(ProcessGroupBackend):
             nccl.form(**arguments)
             self._check_not_aborted()  # an abort that has found no group is noted by now
             nccl.use()
-        self._counter, self._counted = collective_counter(), dist.group.WORLD
+        self._counter, self._counted = foreign.collective_counter(), dist.group.WORLD
 
     def _form_gloo(self, rank_info: RankInfo, arguments: dict[str, Any]) -> None:
         with self._gloo.forming():
@@ -157,7 +151,7 @@ class TorchBackend(ProcessGroupBackend):
         # peer's place, and a call that comes later would wait for it until a longer limit.
         dist.all_to_all_single(torch.empty(rank_info.world_size), torch.zeros(rank_info.world_size))
         self._gloo.hold()
-        set_collective_limit(self._collective_s)
+        foreign.set_collective_limit(self._collective_s)
 
     def _connect(self, settings: dict[str, Any]) -> Any:
         return connect(settings, limit_s=self._join_s)
@@ -170,7 +164,7 @@ class TorchBackend(ProcessGroupBackend):
         self.abort()
         self._ending.wait()
         if self.name == "nccl" and dist.is_initialized():
-            forget_groups()
+            foreign.forget_groups()
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # a broken group may refuse an orderly end
                 dist.destroy_process_group()
@@ -183,7 +177,7 @@ class TorchBackend(ProcessGroupBackend):
         takes this rank for one without peers."""
         ending, info = self._ending, self._rank_info
         ending.noted = True  # first, because `ensure_whole` looks at it after its wait
-        process_groups = groups() if self.name == "nccl" and dist.is_initialized() else []
+        process_groups = foreign.groups() if self.name == "nccl" and dist.is_initialized() else []
         if process_groups and self._ending is ending:  # otherwise, these are the groups of the next generation
             self._groups = process_groups
             ending.begin(process_groups, limit_s=nccl.abort_limit_s(info.world_rank, info.world_size))
@@ -201,7 +195,7 @@ class TorchBackend(ProcessGroupBackend):
         have ended when they return, or raise an error."""
         if self.name != "nccl" or self._rank_info.world_size == 1:
             return
-        calls = calls_made()
+        calls = foreign.calls_made()
         if unless_seen and calls == self._whole_after >= 0:
             return
         nccl.wait_for_device()
@@ -220,11 +214,11 @@ class TorchBackend(ProcessGroupBackend):
         interpreter's lock, and waits for the group's threads, which wait for that lock. A Python
         handle releases the lock first."""
         if dist.is_initialized():
-            self._groups = groups()
+            self._groups = foreign.groups()
 
     def collectives(self) -> int:
         if dist.group.WORLD is not self._counted:  # a user's function has formed the group again
-            self._counter, self._counted = collective_counter(), dist.group.WORLD
+            self._counter, self._counted = foreign.collective_counter(), dist.group.WORLD
         try:
             return -1 if self._counter is None else self._counter()
         except RuntimeError:

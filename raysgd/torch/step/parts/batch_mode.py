@@ -25,33 +25,20 @@ from raysgd.torch.foreign import content_version, is_compiled, run_after_backwar
 from raysgd.torch.group.sharing import gathered_objects
 from raysgd.torch.registered import Registered
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.step.parts.contract import (
-    CHANGED,
-    CHANGED_AFTER,
-    DIRECT,
-    NOT_DIVIDED,
-    OWN_ITERATION,
-    OWN_LOOP,
-    SCHEDULED,
-    TOGETHER,
-    Calls,
-    NotingInfo,
-    Violation,
-    later,
-    notice,
-    refused,
-)
+from raysgd.torch.step.parts import contract
 
 logger = logging.getLogger("raysgd")
 
-STATIC_GRAPH = Violation("DDP's static_graph exchanges gradients in each backward pass", "leave static_graph out")
-MAKES_STEPS = Violation("a LightningModule makes its steps itself", "use an operator")
+STATIC_GRAPH = contract.Violation(
+    "DDP's static_graph exchanges gradients in each backward pass", "leave static_graph out"
+)
+MAKES_STEPS = contract.Violation("a LightningModule makes its steps itself", "use an operator")
 RANKS = (
     "%s reads %s before a backward pass. What is computed from it changes with the workers, so results can differ from those of an "
     "undisturbed run. Compute it from batch_info['part'], and read self.is_first if only one worker should do something. Do not divide "
     "the loss by self.world_size: raysgd averages gradients over the workers itself"
 )
-RESIZES = Violation("resized() of the operator adapts to the number of workers", "leave resized() out")
+RESIZES = contract.Violation("resized() of the operator adapts to the number of workers", "leave resized() out")
 
 
 class KeepBatch(Policy):
@@ -71,7 +58,7 @@ class KeepBatch(Policy):
         registered: Registered,
         settings: TorchSettings,
         position: Position,
-        why: Violation | None,
+        why: contract.Violation | None,
         *,
         ranks_read: set[str],
         method: str,
@@ -81,19 +68,19 @@ class KeepBatch(Policy):
         self._all_parts, self._parts = settings.all_parts, settings.parts
         self.deal: tuple[int, ...] = ()  # how many parts each rank computes: `Dealer` writes it
         self.why = why or _why_not(settings)
-        self._against_data: Violation | None = None
+        self._against_data: contract.Violation | None = None
         self.position = position
         self._feed: Feed | None = None
         self._decides = self._watches = self._several = self._was_trained = False
-        self._breach: Violation | None = None  # in the first step
+        self._breach: contract.Violation | None = None  # in the first step
         self._said = False
-        self._calls = Calls()
+        self._calls = contract.Calls()
         self._own_calls: OwnCalls | None = None
         self._of_first = self._calls  # in the batch's first part
         # Of parameters, with what they were at the end of a backward pass after which they must not change.
         self._gradients: dict[int, tuple[Any, int]] = {}
         self._schedules: list[Any] = []
-        self._info = NotingInfo()  # of the newest batch
+        self._info = contract.NotingInfo()  # of the newest batch
 
     @classmethod
     def of(cls, run: Any) -> KeepBatch:
@@ -107,10 +94,10 @@ class KeepBatch(Policy):
         return run.keep_batch if run.settings.in_parts else None
 
     @property
-    def _reason(self) -> Violation | None:
+    def _reason(self) -> contract.Violation | None:
         """What is known against parts."""
         problem, advice = self.position.contract or ("", "")
-        return self.why or self._against_data or (Violation(problem, advice) if problem else None)
+        return self.why or self._against_data or (contract.Violation(problem, advice) if problem else None)
 
     @property
     def mode(self) -> str:
@@ -130,13 +117,13 @@ class KeepBatch(Policy):
     def begin_loop(self, feed: Feed) -> None:
         self._feed = feed
         if self.position.parked is not None:  # by a call on a data set of its own
-            self._refuse(NOT_DIVIDED)
+            self._refuse(contract.NOT_DIVIDED)
             return
         self._against_data, kind = None, type(feed.source.loader)
         if not isinstance(feed.source, PlannedSource):
-            self._against_data = NOT_DIVIDED
+            self._against_data = contract.NOT_DIVIDED
         elif kind.__iter__ is not DataLoader.__iter__:
-            self._against_data = OWN_ITERATION
+            self._against_data = contract.OWN_ITERATION
         self._decides = self.position.contract is None
         self._breach = self._reason
         self._refuse(self._breach)
@@ -144,7 +131,7 @@ class KeepBatch(Policy):
             feed.make_info = self._make_info
 
     def _make_info(self, **values: Any) -> dict[str, Any]:
-        self._info = NotingInfo(values)
+        self._info = contract.NotingInfo(values)
         return self._info
 
     def reset(self) -> None:
@@ -157,12 +144,12 @@ class KeepBatch(Policy):
         self._end_counting()
         self._several = self._reason is None and not (step.current.whole and step.parts_before == 0)
         if self._several and step.parts_before > 0 and not self._was_trained:
-            self._note(OWN_LOOP)
-        self._was_trained, self._calls = False, Calls()
+            self._note(contract.OWN_LOOP)
+        self._was_trained, self._calls = False, contract.Calls()
         if step.parts_before == 0:
             self._of_first, self._gradients = self._calls, {}
         self._watches = self._several or (self._decides and self._breach is None)
-        self._check_gradients(CHANGED)
+        self._check_gradients(contract.CHANGED)
         self._ranks_read.clear()
         if self._watches:
             self._schedules = [steps_of(each) for each in self._registered.schedulers]
@@ -179,7 +166,7 @@ class KeepBatch(Policy):
             self._ranks_said |= read  # each part of the first step reads them
         self._note(self._calls.passed())
         if self._several:
-            self._check_gradients(CHANGED, added=True)
+            self._check_gradients(contract.CHANGED, added=True)
             self._gradients = {}
             if not step.current.whole and loss.requires_grad:
                 loss.register_hook(lambda _: run_after_backward(self._keep_gradients))
@@ -189,16 +176,16 @@ class KeepBatch(Policy):
         return loss
 
     def on_partial_step(self, step: Step, optimizer: Any) -> None:
-        self._check_gradients(CHANGED)
+        self._check_gradients(contract.CHANGED)
         self._note(self._calls.stepped(id(optimizer)))
 
     def on_whole_step(self, step: Step, optimizer: Any) -> None:
         self._note(self._calls.stepped(id(optimizer)))
         if self._gradients and not (self._several or self._info.asked):
-            self._check_gradients(CHANGED_AFTER, optimizer)
+            self._check_gradients(contract.CHANGED_AFTER, optimizer)
 
     def on_direct_step(self, step: Step, optimizer: Any) -> None:
-        self._note(DIRECT)
+        self._note(contract.DIRECT)
 
     def after_batch(self, step: Step) -> None:
         self._was_trained = True
@@ -206,14 +193,14 @@ class KeepBatch(Policy):
         self._note(self._calls.ended() if self._decides else None)
         self._end_counting()
         if self._watches and self._schedules != [steps_of(each) for each in self._registered.schedulers]:
-            self._note(None if step.closing and not self._decides else SCHEDULED)
+            self._note(None if step.closing and not self._decides else contract.SCHEDULED)
         self._note(self._calls.unlike(self._of_first))
 
     def _keep_gradients(self) -> None:
         pairs = ((each, each.grad) for each in self._registered.stepped_by(*self._registered.optimizers))
         self._gradients = {id(each): (grad, content_version(grad)) for each, grad in pairs if grad is not None}
 
-    def _check_gradients(self, breach: Violation, *optimizers: Any, added: bool = False) -> None:
+    def _check_gradients(self, breach: contract.Violation, *optimizers: Any, added: bool = False) -> None:
         """Note if user code has changed gradients, by default of all optimizers, since the backward
         pass, or, in the next one, has done more than have them `added` to by a pass of its own."""
         if not self._gradients:
@@ -230,20 +217,20 @@ class KeepBatch(Policy):
         or there was none."""
         counted, self._own_calls = self._own_calls, None
         if counted is not None and counted.ended() > 0:
-            self._note(TOGETHER)
+            self._note(contract.TOGETHER)
 
-    def _note(self, breach: Violation | None) -> None:
+    def _note(self, breach: contract.Violation | None) -> None:
         if breach is None or not self._watches:
             return
         breach = breach._replace(found=breach.found.replace("train_batch", self._method))
         if not self._several:
             self._breach = self._breach or breach
         elif not self._decides:
-            raise ConfigError(later(breach, self._all_parts))
+            raise ConfigError(contract.later(breach, self._all_parts))
         else:
             self._refuse(breach)
             if self._registered.shards is not None:  # new processes, which know no more, would train the batch again
-                raise ConfigError(notice(breach, self._all_parts))
+                raise ConfigError(contract.notice(breach, self._all_parts))
             self.position.contract = tuple(breach)
             self._say(breach)
             raise RetryStep(breach.found)
@@ -251,7 +238,7 @@ class KeepBatch(Policy):
     def end_step(self, step: Step) -> None:
         if not self._decides or step.outcome == "undone" or (step.failed and not self._was_trained):
             return
-        breach = self._breach if self._was_trained or self._reason else OWN_LOOP
+        breach = self._breach if self._was_trained or self._reason else contract.OWN_LOOP
         self._refuse(breach)
         self._decides, feed = False, self._feed
         if feed is not None:
@@ -259,24 +246,24 @@ class KeepBatch(Policy):
         self.position.contract = tuple(breach or ("", ""))
         self._say(breach)
 
-    def _refuse(self, breach: Violation | None) -> None:
+    def _refuse(self, breach: contract.Violation | None) -> None:
         """Raise ConfigError for what does not follow the contract, if the trainer got `parts`."""
         if breach is not None and self._parts is not None:
-            raise ConfigError(refused(breach, self._parts))
+            raise ConfigError(contract.refused(breach, self._parts))
 
     @property
     def _leads(self) -> bool:
         return self._feed is not None and self._feed.rank_info.world_rank == 0
 
-    def _say(self, breach: Violation | None) -> None:
+    def _say(self, breach: contract.Violation | None) -> None:
         """Log what does not follow the contract."""
         if self._leads:
             self._log(breach)
 
-    def _log(self, breach: Violation | None) -> None:
+    def _log(self, breach: contract.Violation | None) -> None:
         if breach is not None and not self._said:
             self._said = True
-            logger.warning("%s", notice(breach, self._all_parts))
+            logger.warning("%s", contract.notice(breach, self._all_parts))
 
     # -- all ranks together ---------------------------------------------------------------------------
 
@@ -295,7 +282,7 @@ class KeepBatch(Policy):
         self.position.contract = None
 
 
-def _why_not(settings: TorchSettings) -> Violation | None:
+def _why_not(settings: TorchSettings) -> contract.Violation | None:
     """Find what the trainer's arguments have against parts."""
     options = settings.options
     for applies, *said in (
@@ -307,7 +294,7 @@ def _why_not(settings: TorchSettings) -> Violation | None:
         ("powersgd" in (options.hook_name or ""), "PowerSGD keeps errors of each worker", "leave comm_hook out"),
     ):
         if applies and settings.adds_parts:
-            return Violation(*said)
+            return contract.Violation(*said)
     return None
 
 
