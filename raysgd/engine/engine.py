@@ -30,6 +30,7 @@ from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.snapshot import Snapshot
+from raysgd.engine import failure
 from raysgd.engine.call import (
     CTRL_C_S,
     FanOut,
@@ -39,13 +40,6 @@ from raysgd.engine.call import (
     collect_results_since,
 )
 from raysgd.engine.call_lock import CallLock, Claim
-from raysgd.engine.failure import (
-    UNDEFINED,
-    check_can_fit,
-    held_error,
-    older_state_error,
-    raise_user_error,
-)
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
 from raysgd.engine.rank_comparison import Comparison
@@ -138,7 +132,7 @@ class Engine:
     def start(self) -> None:
         """Launch the first workers. An error in the user's set-up is raised unchanged."""
         try:
-            check_can_fit(self.group, self._least)
+            failure.check_can_fit(self.group, self._least)
             self._check_not_held()
             self.living.add(self)
             self._generation.start(self._membership.target, self._least)
@@ -182,7 +176,7 @@ class Engine:
             room = self.group.room()
         if room.free < self._least <= min(room.capacity, room.free + sum(others.values())):
             sizes = {engine: counted(size, "worker") for engine, size in others.items()}
-            raise held_error(room, self._least, sizes)
+            raise failure.held_error(room, self._least, sizes)
 
     def belong_to(self, shutdown: Callable[..., None]) -> None:
         """Let `end_trainer` call this method of a trainer, as long as that lives, and not
@@ -442,7 +436,7 @@ class Engine:
             if goes_back:
                 self._run_again(running)
                 if job.needs_state and self.progress.order < began.order:
-                    raise older_state_error(job.call.name, began, self.progress)
+                    raise failure.older_state_error(job.call.name, began, self.progress)
             if job.again == "keep" and not goes_back and (answers := _collect_answers(outcomes)):
                 return [answers]
             parts = self._drop_repeated_work(parts, revived, running)
@@ -581,7 +575,7 @@ class Engine:
 
     def _check_defined(self) -> None:
         if self.undefined:
-            raise CheckpointError(UNDEFINED)
+            raise CheckpointError(failure.UNDEFINED)
 
     def _observe_idle(self) -> Observation:
         """Find what has happened to the generation since the last call."""
@@ -618,7 +612,7 @@ class Engine:
         assert seen.culprit is not None
         outcome = outcomes[seen.culprit]
         assert isinstance(outcome, Failed)
-        raise_user_error(outcome, self._table[seen.culprit])
+        failure.raise_user_error(outcome, self._table[seen.culprit])
 
 
 def shutdown_all() -> None:

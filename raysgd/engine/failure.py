@@ -7,23 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from raysgd import errors
 from raysgd.core.decisions.policy import Recovery
 from raysgd.core.measures.progress import Progress
 from raysgd.core.outcomes import DATA_LOADER, Failed
 from raysgd.engine.worker_info import WorkerInfo
 from raysgd.environment import START_LIMIT
-from raysgd.errors import (
-    CheckpointError,
-    HangError,
-    OutOfStepError,
-    RemoteTraceback,
-    ResourceError,
-    TrainingFailedError,
-    WorkerStartError,
-    counted,
-    ranked,
-    text_of,
-)
 from raysgd.workers.cluster.nodes import Room
 from raysgd.workers.tracebacks import readable
 from raysgd.workers.worker_group import WorkerGroupProtocol
@@ -85,15 +74,15 @@ def raise_user_error(outcome: Failed, info: WorkerInfo) -> NoReturn:
     kind = type(error)
     for name, text, hint in HINTS if hasattr(error, "add_note") else ():  # from Python 3.11 on
         # Ray's error of this name is about the machine's memory.
-        if kind.__name__ == name and text in text_of(error) and not kind.__module__.startswith("ray."):
+        if kind.__name__ == name and text in errors.text_of(error) and not kind.__module__.startswith("ray."):
             error.add_note(hint)
     if error.__traceback__ is not None:
         raise error
     where = f"on {rank} (process {info.pid} on node {info.machine}):"
-    raise error from RemoteTraceback(f"{where}\n{readable(outcome.traceback, error)}")
+    raise error from errors.RemoteTraceback(f"{where}\n{readable(outcome.traceback, error)}")
 
 
-def unfinished_error(stories: Sequence[str], *, silent: bool = False) -> WorkerStartError:
+def unfinished_error(stories: Sequence[str], *, silent: bool = False) -> errors.WorkerStartError:
     """The error about workers whose set-up did not end in time, or that were `silent` for too long
     in it."""
     limit = (
@@ -103,24 +92,22 @@ def unfinished_error(stories: Sequence[str], *, silent: bool = False) -> WorkerS
     )
     advice = f"If the set-up only needs more time, increase {limit}."
     why = "raysgd did not try again, because a second attempt would take as long."
-    return WorkerStartError("\n".join([*stories, f"{advice} {why}"]))
+    return errors.WorkerStartError("\n".join([*stories, f"{advice} {why}"]))
 
 
 def no_room_error(
     group: WorkerGroupProtocol, missing: int, target: int, limit_s: float, *, no_room: bool = True
-) -> ResourceError:
+) -> errors.ResourceError:
     """The error about workers that were not up in time, for lack of room or too slow."""
     if not no_room:
-        late = (
-            f"{missing} of {counted(target, 'worker process', 'worker processes')} did not start within {limit_s:g} s"
-        )
-        return ResourceError(
+        late = f"{missing} of {errors.counted(target, 'worker process', 'worker processes')} did not start within {limit_s:g} s"
+        return errors.ResourceError(
             f"{late}, although the cluster had room. The usual cause is a machine that is overloaded or short of memory. End other "
             f"programs, ask for fewer workers, or set the environment variable {START_LIMIT} to a longer limit in seconds"
         )
-    had = f"the cluster had no room for {missing} of {counted(target, 'worker')} within {limit_s:g} s"
+    had = f"the cluster had no room for {missing} of {errors.counted(target, 'worker')} within {limit_s:g} s"
     room = group.room()
-    return ResourceError(f"{had}: {_sizes(room, missing)}. {_advice(room)}")
+    return errors.ResourceError(f"{had}: {_sizes(room, missing)}. {_advice(room)}")
 
 
 def _advice(room: Room) -> str:
@@ -137,23 +124,23 @@ def check_can_fit(group: WorkerGroupProtocol, count: int) -> None:
     room = group.room()
     if room.capacity >= count or room.grows:
         return
-    raise ResourceError(
-        f"the cluster can never hold {counted(count, 'worker')}: {_sizes(room, count)}. This script started the cluster, so nothing adds "
-        f"nodes to it by itself. {_advice(room)}. If you are about to add nodes, set the environment variable {START_LIMIT} to how "
+    raise errors.ResourceError(
+        f"the cluster can never hold {errors.counted(count, 'worker')}: {_sizes(room, count)}. This script started the cluster, so nothing "
+        f"adds nodes to it by itself. {_advice(room)}. If you are about to add nodes, set the environment variable {START_LIMIT} to how "
         "many seconds to wait for them"
     )
 
 
 def _sizes(room: Room, count: int) -> str:
-    needed = f"{counted(count, 'worker needs', 'workers need')} {room.demand(count)}"
-    return f"{needed}, and an empty cluster could hold {counted(room.capacity, 'such worker')}"
+    needed = f"{errors.counted(count, 'worker needs', 'workers need')} {room.demand(count)}"
+    return f"{needed}, and an empty cluster could hold {errors.counted(room.capacity, 'such worker')}"
 
 
-def held_error(room: Room, count: int, holders: Mapping[Any, str]) -> ResourceError:
+def held_error(room: Room, count: int, holders: Mapping[Any, str]) -> errors.ResourceError:
     """The error about workers whose resources other trainers of this process hold. `holders` has
     the engines of these, with a description."""
     session = vars(sys.modules["__main__"])
-    wanted = counted(count, "worker, which needs", "workers, which need")
+    wanted = errors.counted(count, "worker, which needs", "workers, which need")
     lines = [f"the cluster has no room for {wanted} {room.demand(count)}."]
     ways = []
     for engine, size in holders.items():
@@ -167,21 +154,21 @@ def held_error(room: Room, count: int, holders: Mapping[Any, str]) -> ResourceEr
         f"{', or raysgd.shutdown_all(), which ends all trainers of this process' if ways else ''}. "
         "`with TorchTrainer(...) as trainer:` ends a trainer by itself"
     )
-    return ResourceError(" ".join(lines))
+    return errors.ResourceError(" ".join(lines))
 
 
 def warn_no_room(group: WorkerGroupProtocol, missing: int, waited_s: float, limit_s: float) -> bool:
     """Log what workers wait for, unless the wait has only begun. Return whether it did."""
     if waited_s < QUIET_S:
         return False
-    waiting = counted(missing, "worker is", "workers are")
+    waiting = errors.counted(missing, "worker is", "workers are")
     logger.warning("%s waiting for %s, for at most %.0f s", waiting, group.room().demand(missing), limit_s)
     return True
 
 
-def out_of_step_error(detail: str, at: Progress) -> OutOfStepError:
+def out_of_step_error(detail: str, at: Progress) -> errors.OutOfStepError:
     """The error about ranks that did not make the same collective calls."""
-    return OutOfStepError(
+    return errors.OutOfStepError(
         f"the ranks are out of step in epoch {at.epoch}, batch {at.batches + 1}: {detail}. Gradients and other sums may be wrong since "
         "then. raysgd did not retry the call. Most likely some ranks make a collective call (all_reduce, barrier, broadcast, "
         "all_gather, ...) that others do not make, for example under `if rank == 0:`, or make it in a different order or with tensors "
@@ -190,8 +177,8 @@ def out_of_step_error(detail: str, at: Progress) -> OutOfStepError:
 
 
 def failed_error(
-    why: str, recoveries: list[Recovery], kind: type[TrainingFailedError] = TrainingFailedError
-) -> TrainingFailedError:
+    why: str, recoveries: list[Recovery], kind: type[errors.TrainingFailedError] = errors.TrainingFailedError
+) -> errors.TrainingFailedError:
     """The error about a call that raysgd gave up, with each of its recoveries."""
     lines = [f"training failed: {why}."]
     for recovery in recoveries:
@@ -199,33 +186,33 @@ def failed_error(
         where = f" in epoch {recovery.epoch}, batch {recovery.batch}" if recovery.epoch else ""
         lines.append(
             f"  {recovery.reason}{where}, ranks that failed or left: {ranks}"
-            f" ({recovery.world_size_before} -> {counted(recovery.world_size_after, 'worker')}): {recovery.detail}"
+            f" ({recovery.world_size_before} -> {errors.counted(recovery.world_size_after, 'worker')}): {recovery.detail}"
         )
     if any(recovery.reason == DATA_LOADER for recovery in recoveries):
         lines.append(LOADER_HINT)
     lines.append(
         "Look for the cause at the lines above, and in the batch. If the code only needs more time, raise the limit: "
         "elastic=ElasticConfig(hang_timeout_s=...)."
-        if kind is HangError
+        if kind is errors.HangError
         else "If you expect such failures, pass train() a larger max_retries (-1 for no limit). If it is the same batch each "
         "time, look for the cause in that batch or in the code."
     )
     return kind("\n".join(lines))
 
 
-def cut_short_error(ranks: Sequence[int]) -> TrainingFailedError:
+def cut_short_error(ranks: Sequence[int]) -> errors.TrainingFailedError:
     """The error about the user's function that has run in part, without a snapshot."""
-    return TrainingFailedError(
-        f"another rank failed while the function was in a collective call on {ranked(ranks)}. The function has ended on no rank. raysgd "
-        "does not call it again, because that could repeat what it has done. There is no snapshot of the state before the call, so "
+    return errors.TrainingFailedError(
+        f"another rank failed while the function was in a collective call on {errors.ranked(ranks)}. The function has ended on no rank. "
+        "raysgd does not call it again, because that could repeat what it has done. There is no snapshot of the state before the call, so "
         "training continues with the state of the first of these ranks. To undo what the function changed, load() a checkpoint. To let "
         "raysgd go back to a snapshot and call it again, pass ElasticConfig(snapshot_every=...) with another value than None"
     )
 
 
-def older_state_error(call: str, wanted: Progress, newest: Progress) -> CheckpointError:
+def older_state_error(call: str, wanted: Progress, newest: Progress) -> errors.CheckpointError:
     """The error of a call that needs a state which no worker has any more."""
-    return CheckpointError(
+    return errors.CheckpointError(
         f"all workers failed during {call!r}, which needs their state of epoch {wanted.epoch}, batch {wanted.batches}. New "
         f"workers continue from the newest snapshot (epoch {newest.epoch}, batch {newest.batches}), which lacks what happened since. "
         "So nothing was saved, and an older file of that name is unchanged. Train again from here, and save then"

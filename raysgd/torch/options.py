@@ -11,15 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.config import (
-    Exclusions,
-    at_least,
-    check_flags,
-    is_real,
-    object_of,
-    one_of,
-    refuse,
-)
+from raysgd import config
 from raysgd.errors import ConfigError, suggesting_fields
 
 PrecisionName = Literal["fp32", "fp16", "bf16", "apex"]
@@ -31,7 +23,7 @@ HookName = Literal["fp16", "bf16", "powersgd", "batched_powersgd"]
 SUPPLIED = {"self", "module", "device_ids", "process_group"}
 
 POWERSGD, NO_DDP = ("powersgd", "batched_powersgd"), ("fsdp", None)
-EXCLUDED: Exclusions = (
+EXCLUDED: config.Exclusions = (
     (
         {"precision": ("apex",), "compile": bool},
         "Apex replaces functions that the compiler needs to read: use 'fp16' or 'bf16'",
@@ -118,25 +110,27 @@ class TrainingOptions:
     comm_hook: HookName | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        one_of("precision", self.precision, *get_args(PrecisionName), None)
-        one_of("parallel", self.parallel, *get_args(ParallelName), None)
-        one_of("gradients", self.gradients, *get_args(GradientsName))
-        one_of("on_nonfinite", self.on_nonfinite, *get_args(NonFiniteName), None)
-        at_least("accumulate", self.accumulate, 1, whole=True)
+        config.one_of("precision", self.precision, *get_args(PrecisionName), None)
+        config.one_of("parallel", self.parallel, *get_args(ParallelName), None)
+        config.one_of("gradients", self.gradients, *get_args(GradientsName))
+        config.one_of("on_nonfinite", self.on_nonfinite, *get_args(NonFiniteName), None)
+        config.at_least("accumulate", self.accumulate, 1, whole=True)
         for name, value in {"clip_norm": self.clip_norm, "clip_value": self.clip_value}.items():
-            if value is not None and not (is_real(value) and value > 0):
+            if value is not None and not (config.is_real(value) and value > 0):
                 raise ConfigError(f"{name} must be a number above 0, or None for no clipping, got {value!r}")
-        check_flags(read_ahead=self.read_ahead, channels_last=self.channels_last, sync_batchnorm=self.sync_batchnorm)
+        config.check_flags(
+            read_ahead=self.read_ahead, channels_last=self.channels_last, sync_batchnorm=self.sync_batchnorm
+        )
         if not isinstance(self.compile, bool):
             _check_arguments("compile", self.compile, torch.compile, {"model"}, allowed="True, False or a dict")
         _check_arguments("ddp_args", self.ddp_args, DistributedDataParallel.__init__, SUPPLIED)
         self._check_hook()
-        refuse(EXCLUDED, vars(self) | {"comm_hook": self.hook_name})
+        config.refuse(EXCLUDED, vars(self) | {"comm_hook": self.hook_name})
         self.check_ddp(self.ddp_args)
 
     def _check_hook(self) -> None:
         name = self.hook_name
-        one_of("comm_hook", name, *get_args(HookName), None)
+        config.one_of("comm_hook", name, *get_args(HookName), None)
         if name in ("fp16", "bf16") and self.hook_args:
             raise ConfigError(f"the comm_hook {name!r} takes no arguments, got {sorted(self.hook_args)}")
         if self.hook_args:
@@ -159,7 +153,7 @@ class TrainingOptions:
     @staticmethod
     def checked(options: object) -> TrainingOptions:
         """A trainer's `options`, for None the default ones. Raise ConfigError for others."""
-        return object_of(TrainingOptions, "options", options) or TrainingOptions()
+        return config.object_of(TrainingOptions, "options", options) or TrainingOptions()
 
     def resolved(self, *, wrap_ddp: Any = None, use_fp16: Any = None) -> TrainingOptions:
         """The options with a definite `parallel` and `precision`. RaySGD's names for them,
@@ -169,7 +163,7 @@ class TrainingOptions:
 
     def _parallel_with(self, wrap_ddp: Any) -> ParallelName | None:
         if wrap_ddp is not None:
-            check_flags(wrap_ddp=wrap_ddp)
+            config.check_flags(wrap_ddp=wrap_ddp)
         older: ParallelName | None = None if wrap_ddp is False else "ddp"
         if self.parallel == "auto":
             return older

@@ -21,7 +21,7 @@ from raysgd.core.decisions.sampling_plan import RankShare, SamplingPlan
 from raysgd.core.measures import metrics
 from raysgd.core.measures.progress import Progress
 from raysgd.core.snapshot import Snapshot, SnapshotStore
-from raysgd.engine import boundary, engine, generation, membership, recovery
+from raysgd.engine import boundary, engine, failure, generation, membership, recovery
 from raysgd.engine.engine import Engine
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
@@ -384,7 +384,7 @@ def raise_a_copy_of_the_users_error(patch: Patch) -> None:
     def raise_copy(outcome: Any, info: Any) -> None:
         raise type(outcome.error)(*outcome.error.args)
 
-    patch.setattr(engine, "raise_user_error", raise_copy)
+    patch.setattr(failure, "raise_user_error", raise_copy)
 
 
 @mutant

@@ -12,12 +12,7 @@ from torch import nn
 
 from raysgd.core.tree import mapped
 from raysgd.errors import ConfigError
-from raysgd.torch.foreign import (
-    accumulated_gradients,
-    full_parameters,
-    resharding,
-    with_module_versions,
-)
+from raysgd.torch import foreign
 
 ShardModel = Callable[[nn.Module, Any], None]  # shards a model in place, over a device mesh
 DIVIDED = ("models", "optimizers")  # the parts of a state that have shards
@@ -56,23 +51,23 @@ class Shards:
         return [_filled(metadata_only, state) for metadata_only, state in zip(self._metadata_only, states, strict=True)]
 
     def unexchanged_gradients(self) -> list[torch.Tensor]:
-        return accumulated_gradients(list(self._modules()))
+        return foreign.accumulated_gradients(list(self._modules()))
 
     def full_parameters(self) -> list[torch.Tensor]:
         """The parameters that the forward pass uses. All ranks must call this, because the first
         forward pass, or this method, creates them."""
         modules = list(self._modules())
-        if not full_parameters(modules):
+        if not foreign.full_parameters(modules):
             for module in modules:
                 module.unshard()
                 module.reshard()
-        return full_parameters(modules)
+        return foreign.full_parameters(modules)
 
     def gather_for_validation(self) -> None:
         """Give every worker the full weights. Ranks validate different numbers of batches, so no
         forward pass may wait for another rank."""
         modules = list(self._modules())
-        self._resharding = resharding(modules)
+        self._resharding = foreign.resharding(modules)
         for module in modules:
             module.set_reshard_after_forward(False)
             module.unshard()
@@ -119,7 +114,9 @@ def _gathered_leaf(value: Any, *, keep: bool) -> Any:
 
 def placed(saved: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
     """A model's state with full tensors sharded like this worker's."""
-    return with_module_versions({name: _sharded_like(mine.get(name), value) for name, value in saved.items()}, saved)
+    return foreign.with_module_versions(
+        {name: _sharded_like(mine.get(name), value) for name, value in saved.items()}, saved
+    )
 
 
 def placed_optimizer(saved: dict[str, Any], optimizer: Any) -> dict[str, Any]:

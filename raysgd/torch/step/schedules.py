@@ -8,14 +8,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, PolynomialLR
 
-from raysgd.constants import (
-    PER_WORKER,
-    SCHEDULER_STEP_BATCH,
-    SCHEDULER_STEP_EPOCH,
-    SCHEDULER_STEP_MANUAL,
-    SCHEDULER_STEP_STEP,
-    STEPPED_BY_TRAINER,
-)
+from raysgd import constants
 from raysgd.core.decisions.sampling_plan import optimizer_steps
 from raysgd.errors import ConfigError, counted
 from raysgd.torch.foreign import milestones_of, nested_schedulers, steps_of
@@ -63,8 +56,8 @@ def compare_with_run(operator: Scheduling, scheduler: Any) -> None:
     if known is None or steps is None or position.call_batches or position.parked is not None:
         return
     (length, end), epochs = known, 0 if steps else operator._internals.epochs or 0
-    by_user = operator.scheduler_step_freq == SCHEDULER_STEP_MANUAL
-    by_epoch = operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
+    by_user = operator.scheduler_step_freq == constants.SCHEDULER_STEP_MANUAL
+    by_epoch = operator.scheduler_step_freq == constants.SCHEDULER_STEP_EPOCH
     here = _steps_in(operator, epochs or 1, workers := _workers_now(operator))
     if here is None or (by_user and length != planned):
         return
@@ -89,7 +82,11 @@ def compare_with_run(operator: Scheduling, scheduler: Any) -> None:
 def _workers_now(operator: Scheduling) -> int:
     """How many workers a step needs: while some are missing, only per worker fewer."""
     internals = operator._internals
-    return internals.rank_info.world_size if internals.keep_batch.mode == PER_WORKER else operator._settings.num_workers
+    return (
+        internals.rank_info.world_size
+        if internals.keep_batch.mode == constants.PER_WORKER
+        else operator._settings.num_workers
+    )
 
 
 def _optimizer_steps(operator: Scheduling, workers: int) -> int:
@@ -110,13 +107,13 @@ def _steps_in(operator: Scheduling, calls: int, workers: int) -> int | None:
     """Count the steps that a schedule makes in calls of `train` like the running one."""
     freq, num_steps = operator.scheduler_step_freq, operator._internals.num_steps
     batches = None if operator._registered.train_loader is None else operator._batches_per_epoch(workers) or None
-    if freq == SCHEDULER_STEP_EPOCH and num_steps is not None:
+    if freq == constants.SCHEDULER_STEP_EPOCH and num_steps is not None:
         return None if batches is None else min(calls, calls * num_steps // batches)  # of the data, that end in a call
-    if freq == SCHEDULER_STEP_EPOCH:
+    if freq == constants.SCHEDULER_STEP_EPOCH:
         return calls
     if freq is None or (batches is None and num_steps is None):
         return None
-    window = 1 if freq == SCHEDULER_STEP_BATCH else operator._batches_per_step
+    window = 1 if freq == constants.SCHEDULER_STEP_BATCH else operator._batches_per_step
     return optimizer_steps(calls, batches=batches, num_steps=num_steps, window=window)
 
 
@@ -145,7 +142,7 @@ class LoopSchedule:
 
     def __init__(self, operator: Scheduling, schedulers: list[Any]) -> None:
         self._operator, self._schedulers = operator, schedulers
-        self._per_epoch = operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
+        self._per_epoch = operator.scheduler_step_freq == constants.SCHEDULER_STEP_EPOCH
         position = operator._internals.feed.position
         if self._per_epoch and position.overdue:
             self._step_all()
@@ -183,7 +180,9 @@ class LoopSchedule:
 
     def _step(self) -> None:
         operator = self._operator
-        waits = operator.scheduler_step_freq == SCHEDULER_STEP_STEP and not operator._internals.feed.step.closing
+        waits = (
+            operator.scheduler_step_freq == constants.SCHEDULER_STEP_STEP and not operator._internals.feed.step.closing
+        )
         for each in () if self._per_epoch or waits else self._schedulers:
             step_in_order(each)
 
@@ -206,12 +205,12 @@ class Scheduling(Stepping):
         also if `self.scheduler` is the list in which they were registered."""
         scheduler = getattr(self, "scheduler", None)
         schedulers = [scheduler] if callable(getattr(scheduler, "step", None)) else self._registered.schedulers
-        for each in schedulers if self.scheduler_step_freq in STEPPED_BY_TRAINER else ():
+        for each in schedulers if self.scheduler_step_freq in constants.STEPPED_BY_TRAINER else ():
             check_steps_alone(each, str(self.scheduler_step_freq))
         return schedulers
 
     def _begin_epoch(self) -> LoopSchedule | None:
-        schedulers, steps = self._own_schedulers(), self.scheduler_step_freq in STEPPED_BY_TRAINER
+        schedulers, steps = self._own_schedulers(), self.scheduler_step_freq in constants.STEPPED_BY_TRAINER
         schedule = LoopSchedule(self, schedulers) if steps and schedulers else None
         for each in schedulers:
             compare_with_run(self, each)
