@@ -357,7 +357,7 @@ def load_on_one_rank_only(patch: Patch) -> None:
 
 @mutant("tests/torch/checkpoint/test_contents.py::test_after_an_error_in_load_state_dict_only_a_load_is_accepted")
 def accept_any_call_in_an_undefined_state(patch: Patch) -> None:
-    instead("raysgd.engine.engine.Engine._check_defined", lambda self: None)(patch)
+    instead("raysgd.engine.call_loop.CallLoop._check_defined", lambda self: None)(patch)
 
 
 @mutant("tests/contracts/test_replica.py::test_a_state_of_which_a_part_was_loaded_is_none")

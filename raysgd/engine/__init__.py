@@ -2,7 +2,8 @@
 
 Each object owns its own state, and the others call its methods. From the top down:
 
-    engine.py        the loop of a call: fan out, classify, then return, change the members or recover
+    engine.py        the workers from their start to their end, and the objects that keep them running
+    call_loop.py     the loop of a call: fan out, classify, then return, change the members or recover
     recovery.py      from a broken generation to one that is up, or to an error; the list of recoveries
     membership.py    planned changes: how many workers there should be, and which ones leave
     replacements.py  workers that are starting, until the group takes them

@@ -185,7 +185,7 @@ class CallRunner:
         try:
             self._callbacks.progress(Underway(kind=kind, worker="", progress=Progress(phase=kind)))
             self._callbacks.raise_stop()
-            parts = engine.run(job)
+            parts = engine.calls.run(job)
             for part in parts:
                 self.batch_mode = (part.values and part.values[0].batch_mode) or self.batch_mode
             self.stop = any(value.stop for part in parts for value in part.values)

@@ -69,7 +69,7 @@ class Loads:
     def _loaded(self, again: Again, where: locations.Place | None = None, copy: Again | None = None) -> None:
         """Note that all ranks have loaded a state, which this loads again, from a place if it is
         not in memory. With a `copy` of it, that loads it, whatever is there then."""
-        self._engine.keep_load(self._snapshot(copy or again, self._engine.changes, unsaved=self._unsaved))
+        self._engine.calls.keep_load(self._snapshot(copy or again, self._engine.calls.changes, unsaved=self._unsaved))
 
     def _snapshot(
         self,
@@ -167,10 +167,10 @@ class Loads:
         engine = self._engine
         # Counted here, so that a rank that loaded this state before the call was repeated has the same number as others, and that
         # it grows if the state of all ranks is undefined, and has none.
-        loads = engine.changes = max(engine.changes, engine.progress.loads) + 1
-        with engine.state_replaced_by_hand(loads):
-            values = engine.run(Job(Call(method, {**arguments, "loads": loads}), replaces=True))[-1].values
-            raise_refused(values, f"Now {UNDEFINED}" if engine.undefined else "Nothing was changed on any rank")
+        loads = engine.calls.changes = max(engine.calls.changes, engine.progress.loads) + 1
+        with engine.calls.state_replaced_by_hand(loads):
+            values = engine.calls.run(Job(Call(method, {**arguments, "loads": loads}), replaces=True))[-1].values
+            raise_refused(values, f"Now {UNDEFINED}" if engine.calls.undefined else "Nothing was changed on any rank")
         self._unsaved = values[0] if values else None
         self._drawn_anew.note("a state was loaded")
 

@@ -152,7 +152,7 @@ class EpochLoops:
             logger.warning(NOT_FINITE, path)
         if (measured := measured_in(record)) is not None:
             self._resumes_call = True
-            self._engine.continue_call(PartialResults((Ok(measured, Progress(step=place.step)),), EARLIER))
+            self._engine.calls.continue_call(PartialResults((Ok(measured, Progress(step=place.step)),), EARLIER))
         self._calls.resume(record["history"], record.get("wants") or ())
         self._calls.place.resume(place.loop, place.done, record.get("made") or ())
 
@@ -332,7 +332,7 @@ class EpochLoops:
         if not self._saves_within or call != self.call:
             return {}
         engine = self._engine
-        before = [part.values for part in engine.measured]
+        before = [part.values for part in engine.calls.measured]
         step, ranks = engine.progress.step, engine.world_size
         self._within = WithinCall(
             self._schedule, self._start_within, engine.cancel, step=step, ranks=ranks, before=before

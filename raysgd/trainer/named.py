@@ -207,8 +207,8 @@ class NamedCalls(CallRunner):
         self._stored = len(self.history)
         at = (place.loop, place.done)
         body = {"place": at, "evaluated": self._evaluated, "made": place.made, "wants": self.wants}
-        engines = {"trained": engine.trained, "recoveries": engine.recoveries, "reached": engine.reached}
-        state = {"settings": self._settings, "rows": self._stored, "changes": engine.changes, **engines, **body}
+        engines = {"trained": engine.calls.trained, "recoveries": engine.recoveries, "reached": engine.calls.reached}
+        state = {"settings": self._settings, "rows": self._stored, "changes": engine.calls.changes, **engines, **body}
         self.tenure.commit({**rows, STATE: dumps(state)})
 
 

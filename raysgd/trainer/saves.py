@@ -264,7 +264,7 @@ class Saves:
             is_waiting=save.moves,
         )
         try:
-            values = self._engine.run(job)[-1].values
+            values = self._engine.calls.run(job)[-1].values
             if blocking:
                 save.complete([each for each in values if each is not None])
                 return locations.text_of(where)
@@ -287,7 +287,7 @@ class Saves:
 
     def content(self) -> Any:
         self.raise_failed()
-        return self._engine.run(Job(Call(writing.checkpoint), needs_state=True))[-1].values[0].data
+        return self._engine.calls.run(Job(Call(writing.checkpoint), needs_state=True))[-1].values[0].data
 
     def raise_failed(self) -> None:
         """Raise the first error of a background save that the user has not seen."""

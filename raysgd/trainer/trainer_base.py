@@ -284,7 +284,7 @@ class TrainerBase(ABC):
         self._loops.note_change(name)
 
         def make() -> list[Any]:
-            parts = self._engine.change(call)
+            parts = self._engine.calls.change(call)
             return [outcome.value for outcome in parts[-1].outcomes if hasattr(outcome, "value")]
 
         return self._calls.change(name, self._engine, make)
@@ -305,7 +305,7 @@ class TrainerBase(ABC):
 
     def _values(self, method: Callable[..., Any], **arguments: Any) -> list[Any]:
         """Call a function of replicas on every rank, and return its values in rank order."""
-        return self._engine.run(Job(Call(method, arguments)))[-1].values
+        return self._engine.calls.run(Job(Call(method, arguments)))[-1].values
 
     def _predicted(self, method: Callable[..., Any], **arguments: Any) -> list[Any]:
         """Call a function that predicts: the same numbers, and others than in earlier predictions,

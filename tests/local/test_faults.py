@@ -382,7 +382,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda original: lambda self, gradients: None,
     ),
     "calls do not finish those before them": (
-        "raysgd.engine.engine.Engine._run_again",
+        "raysgd.engine.call_loop.CallLoop._run_again",
         lambda original: lambda self, running: None,
     ),
     "each rank keeps its own buffers": (

@@ -313,7 +313,13 @@ class NamedScript(Script):
             raise SupersededError("another script has taken over")
 
     def _commit(self) -> None:
-        place = self._line, self.engine.trained, self.engine.recoveries, self.engine.target, self.engine.reached
+        place = (
+            self._line,
+            self.engine.calls.trained,
+            self.engine.recoveries,
+            self.engine.target,
+            self.engine.calls.reached,
+        )
         record, keeper, term = pickle.dumps(place), self.drivers.keeper, self.group.term
         if not self.driver.call(lambda: keeper.renew(term, {"": record}, self.world.now)):
             raise SupersededError("another script has committed")

@@ -21,7 +21,8 @@ from raysgd.core.decisions.sampling_plan import RankShare, SamplingPlan
 from raysgd.core.measures import metrics
 from raysgd.core.measures.progress import Progress
 from raysgd.core.snapshot import Snapshot, SnapshotStore
-from raysgd.engine import boundary, engine, failure, generation, membership, recovery
+from raysgd.engine import boundary, call_loop, failure, generation, membership, recovery
+from raysgd.engine.call_loop import CallLoop
 from raysgd.engine.engine import Engine
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
@@ -183,7 +184,7 @@ def load_what_another_rank_refuses(patch: Patch) -> None:
 
 @mutant
 def accept_any_call_in_an_undefined_state(patch: Patch) -> None:
-    patch.setattr(Engine, "_check_defined", lambda self: None)
+    patch.setattr(CallLoop, "_check_defined", lambda self: None)
 
 
 @mutant
@@ -370,13 +371,13 @@ def kill_the_ranks_that_wait(patch: Patch) -> None:
 
 @mutant
 def retry_an_error_of_the_user(patch: Patch) -> None:
-    original = engine.classify
+    original = call_loop.classify
 
     def classify(outcomes: Any) -> Observation:
         seen = original(outcomes)
         return Observation("broken", reason="network") if seen.kind == "user_error" else seen
 
-    patch.setattr(engine, "classify", classify)
+    patch.setattr(call_loop, "classify", classify)
 
 
 @mutant
@@ -389,18 +390,18 @@ def raise_a_copy_of_the_users_error(patch: Patch) -> None:
 
 @mutant
 def report_network_faults_that_are_none(patch: Patch) -> None:
-    original = engine.classify
+    original = call_loop.classify
 
     def classify(outcomes: Any) -> Observation:
         seen = original(outcomes)
         return Observation("broken", reason="network") if seen.kind == "paused" else seen
 
-    patch.setattr(engine, "classify", classify)
+    patch.setattr(call_loop, "classify", classify)
 
 
 @mutant
 def run_a_function_twice(patch: Patch) -> None:
-    patch.setattr(engine, "_collect_answers", lambda outcomes: None)
+    patch.setattr(call_loop, "_collect_answers", lambda outcomes: None)
 
 
 # -- broken GPUs --------------------------------------------------------------------------------------
@@ -433,7 +434,7 @@ def lose_the_metrics_of_a_part(patch: Patch) -> None:
 
 @mutant
 def count_work_that_is_redone(patch: Patch) -> None:
-    patch.setattr(Engine, "_drop_repeated_work", lambda self, parts, revived, running: parts)
+    patch.setattr(CallLoop, "_drop_repeated_work", lambda self, parts, revived, running: parts)
 
 
 @mutant
@@ -522,7 +523,7 @@ def keep_workers_with_a_part_of_a_state(patch: Patch) -> None:
 
 @mutant
 def forget_the_rest_of_a_call_that_has_ended(patch: Patch) -> None:
-    patch.setattr(Engine, "_run_again", lambda self, running: None)
+    patch.setattr(CallLoop, "_run_again", lambda self, running: None)
 
 
 @mutant
@@ -558,13 +559,13 @@ def never_start_replacements(patch: Patch) -> None:
 
 @mutant
 def forget_the_failure_of_a_data_loader(patch: Patch) -> None:
-    original = engine.classify
+    original = call_loop.classify
 
     def classify(outcomes: Any) -> Observation:
         seen = original(outcomes)
         return Observation("done") if seen.reason == "data loader" else seen
 
-    patch.setattr(engine, "classify", classify)
+    patch.setattr(call_loop, "classify", classify)
 
 
 @mutant

@@ -199,7 +199,7 @@ class Script:
         if self.engine.progress.step != len(truth):
             raise Violation(f"after train(), the driver counts {self.engine.progress.step} steps of {len(truth)}")
         checker.trained(members)
-        steps, number = checker.steps_of_call(self.engine.trained), self.engine.trained
+        steps, number = checker.steps_of_call(self.engine.calls.trained), self.engine.calls.trained
         checker.has_trained(number, num_steps, all_calls=self._keeps_a_snapshot())
         self._check_metrics([part.values for part in parts], steps, exact=calm and checker.measures_all)
 
@@ -236,7 +236,7 @@ class Script:
 
         def prepare() -> dict[str, Any]:
             self._end_part()
-            before = [part.values for part in self.engine.measured]
+            before = [part.values for part in self.engine.calls.measured]
             step, ranks = self.engine.progress.step, self.engine.world_size
             self._part = WithinCall(schedule, start, self._raise, step=step, ranks=ranks, before=before)
             transfer = self.group.transfer()
@@ -270,10 +270,10 @@ class Script:
             self._writing = None
 
     def _validate(self) -> None:
-        self._call(SimReplica.validate, {"call": self.engine._calls})
+        self._call(SimReplica.validate, {"call": self.engine.calls._number})
 
     def _apply(self) -> None:
-        ran = self._call(SimReplica.apply, {"number": self.engine._calls}, again="keep")
+        ran = self._call(SimReplica.apply, {"number": self.engine.calls._number}, again="keep")
         if len(ran) != len(set(ran)) or not ran:
             raise Violation(f"a function's results are those of {ran}")
 
@@ -283,7 +283,7 @@ class Script:
         ].values
 
     def _run_job(self, job: Job) -> Any:
-        return self.engine.run(job)
+        return self.engine.calls.run(job)
 
     def _save(self) -> None:
         self._writing = None
@@ -299,7 +299,7 @@ class Script:
         data, steps = self._saved
         loads = self._loads = max(self._loads, self.engine.progress.loads) + 1
         try:
-            with self.engine.state_replaced_by_hand(loads):
+            with self.engine.calls.state_replaced_by_hand(loads):
                 if refuses < 0:
                     self.checker.loaded(steps, loads)
                 given = {"data": Large(data), "loads": loads, "refuses": refuses}
@@ -319,7 +319,9 @@ class Script:
             return
         if refuses >= 0:
             raise Violation("all ranks have loaded a state that one of them has refused")
-        self.engine.keep_load(Snapshot(progress=self.engine.progress, call=-1, load=partial(self._load_again, given)))
+        self.engine.calls.keep_load(
+            Snapshot(progress=self.engine.progress, call=-1, load=partial(self._load_again, given))
+        )
         newest = self.engine._table.snapshots.latest()
         self.checker.has_loaded(len(steps), shown=newest is not None and newest.progress.loads == loads)
 

@@ -80,7 +80,7 @@ class ShardedLoads(Loads):
         if not self._is_sharded:
             return super()._loaded(_unless_replaced(again, where), where, copy)
         self._from = None if where is None else (where, again)
-        self._saved = [(None, self._snapshot(_unless_replaced(again, where), self._engine.changes))]
+        self._saved = [(None, self._snapshot(_unless_replaced(again, where), self._engine.calls.changes))]
 
     def replaced(self, path: str) -> None:
         """Note that the trainer has saved its state here, which may be where it has loaded one."""

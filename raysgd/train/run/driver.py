@@ -187,7 +187,7 @@ class FunctionDriver(RunCheckpoints):
             self._recoveries = recoveries
             ready()
             number = 1 if self._run is None else self._run.number + 1
-            fail, forget = started.engine.cancel, started.engine.forget_snapshot
+            fail, forget = started.engine.cancel, started.engine.calls.forget_snapshot
             run = FunctionRun(number, manager, job, self._backend, fail=fail, saved=forget)
             work = functools.partial(self._perform, started, run, packed)
             run.thread = threading.Thread(target=work, name="raysgd-run", daemon=True)
@@ -249,7 +249,7 @@ class FunctionDriver(RunCheckpoints):
                 is_waiting=run.waits_for_storage,
                 on_return=run.note_return,
             )
-            run.values = [pickle.loads(value) for value in engine.run(job)[-1].values]
+            run.values = [pickle.loads(value) for value in engine.calls.run(job)[-1].values]
         except TrainingFailedError as failed:
             error = TrainingWorkerError(str(failed))
             error.__cause__ = failed

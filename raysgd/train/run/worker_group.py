@@ -190,7 +190,7 @@ class WorkerGroup:
         call = Call(method, {"function": pack(bound), "only": only})
         max_failures, generation = self._max_failures(), engine.generation
         try:
-            outcomes = engine.run(Job(call, again="keep", max_failures=max_failures))[-1].outcomes
+            outcomes = engine.calls.run(Job(call, again="keep", max_failures=max_failures))[-1].outcomes
         except TrainingFailedError as error:
             raise TrainingWorkerError(str(error)) from error
         if max_failures and engine.generation != generation:
