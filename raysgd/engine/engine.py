@@ -118,7 +118,7 @@ class Engine:
     def _check_not_held(self) -> None:
         """Raise an error at once if idle engines of this process hold what the first workers need.
         Their hot spares are given up for it."""
-        idle = [each for each in self.living if each.active and each._call_lock.held(here=False) is None]
+        idle = [each for each in self.living if each.calls.active and each._call_lock.held(here=False) is None]
         others = {each: each.world_size for each in idle if each.group.elastic and each.world_size}
         if not others or not self.group.elastic:
             return
@@ -146,7 +146,7 @@ class Engine:
         if self._ended:
             return
         unfinished = self._end_call_elsewhere()
-        if self.active:
+        if self.calls.active:
             self.calls.end()
         else:
             force = True
@@ -232,16 +232,6 @@ class Engine:
     @property
     def generation(self) -> int:
         return self._generation.number
-
-    @property
-    def active(self) -> bool:
-        """Whether it was not stopped."""
-        return self.calls.active
-
-    @property
-    def progress(self) -> Progress:
-        """The progress of the most advanced rank, as far as the driver knows."""
-        return self.calls.progress
 
     @property
     def recoveries(self) -> list[Recovery]:

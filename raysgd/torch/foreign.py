@@ -78,8 +78,7 @@ def _begins_as_usual(loader: Any) -> bool:
 
 def processes_of(iterator: Any) -> Sequence[Any]:
     """The loader processes of one of torch's iterators; none if it is another iterator."""
-    processes: Sequence[Any] = getattr(iterator, "_workers", ())
-    return processes
+    return cast("Sequence[Any]", getattr(iterator, "_workers", ()))
 
 
 def lost_processes(iterator: Any) -> list[Any]:
@@ -261,8 +260,7 @@ def accumulated_gradients(modules: Sequence[Any]) -> list[torch.Tensor]:
     """The gradients of FSDP modules from batches that did not exchange them, each once. FSDP keeps
     these unsharded, outside of the parameters. Since torch 2.15, both names mean the same
     tensor."""
-    groups = [group for module in modules for group in _parameter_groups(module._get_fsdp_state())]
-    parameters = [each for group in groups for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
+    parameters = _unsharded(modules)
     sums = [each.unsharded_accumulated_grad for each in parameters]
     gradients = [*sums, *(each._unsharded_param.grad for each in parameters)]
     return list({id(each): each for each in gradients if each is not None}.values())
@@ -281,10 +279,12 @@ def resharding(modules: Sequence[Any]) -> list[tuple[Any, str, Any]]:
 
 def full_parameters(modules: Sequence[Any]) -> list[torch.Tensor]:
     """The full parameters of FSDP's forward pass; none before the first one."""
+    return [each._unsharded_param for each in _unsharded(modules)]
+
+
+def _unsharded(modules: Sequence[Any]) -> list[Any]:
     groups = [group for module in modules for group in _parameter_groups(module._get_fsdp_state())]
-    return [
-        each._unsharded_param for group in groups for each in group.fsdp_params if hasattr(each, "_unsharded_param")
-    ]
+    return [each for group in groups for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
 
 
 def _parameter_groups(state: Any) -> list[Any]:
@@ -296,20 +296,14 @@ def loads_by_copying(model: nn.Module) -> bool:
     """Whether `load_state_dict` of this model does nothing but copy the tensors of its
     `state_dict`: no module has its own way to do either, or a hook."""
     hooks = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    methods = ("state_dict", "load_state_dict", "set_extra_state")
 
     def is_usual(module: nn.Module) -> bool:
         kind = type(module)
-        overrides = any(
-            getattr(kind, name) is not getattr(nn.Module, name)
-            for name in ("state_dict", "load_state_dict", "set_extra_state")
-        )
+        own = any(getattr(kind, each) is not getattr(nn.Module, each) for each in methods)
+        own = own or not vars(module).keys().isdisjoint(methods) or any(getattr(module, each) for each in hooks)
         inner = (kind._save_to_state_dict, kind._load_from_state_dict)
-        changed = overrides or not vars(module).keys().isdisjoint(("state_dict", "load_state_dict"))
-        return (
-            not changed
-            and all(f.__module__.startswith("torch.") for f in inner)
-            and not any(getattr(module, h) for h in hooks)
-        )
+        return not own and all(each.__module__.startswith("torch.") for each in inner)
 
     return all(map(is_usual, model.modules()))
 
@@ -340,8 +334,7 @@ def with_module_versions(content: dict[Any, Any], state: Any) -> dict[Any, Any]:
 
 def nested_schedulers(scheduler: Any) -> Sequence[Any]:
     """The schedulers inside of a scheduler (SequentialLR, ChainedScheduler)."""
-    inner: Sequence[Any] = getattr(scheduler, "_schedulers", ())
-    return inner
+    return cast("Sequence[Any]", getattr(scheduler, "_schedulers", ()))
 
 
 def divisor_of(loss: torch.Tensor) -> float | None:
@@ -361,8 +354,7 @@ def steps_of(scheduler: Any) -> Any:
 
 def milestones_of(scheduler: Any) -> Sequence[int]:
     """The steps at which a SequentialLR changes from one scheduler to the next."""
-    milestones: Sequence[int] = getattr(scheduler, "_milestones", ())
-    return milestones
+    return cast("Sequence[int]", getattr(scheduler, "_milestones", ()))
 
 
 # Calls its argument when the running backward pass ends.

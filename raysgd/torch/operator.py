@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from inspect import signature
@@ -10,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from torch.optim import LBFGS, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from raysgd.constants import NUM_SAMPLES, NUM_STEPS, USE_FP16, WEIGHT
@@ -27,7 +25,6 @@ from raysgd.torch.meters import accuracy
 from raysgd.torch.registered import Registered, move, set_modes
 from raysgd.torch.registering import Registering
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.state.hyperparameters import with_nested
 from raysgd.torch.step.attributes import WatchAttributes
 from raysgd.torch.step.options import samples_in
 from raysgd.torch.step.order import policies_for
@@ -39,23 +36,6 @@ NO_LOSS = (
     "the default batch methods need self.criterion, or a model that takes the complete batch and returns its own loss: set it in setup "
     "(self.model, self.optimizer, self.criterion = self.register(...)), or let the model return an object or a dict with `loss`, or a "
     "tuple with one single number, such as (logits, loss), or override train_batch and validate_batch"
-)
-EVAL_MODE = (
-    "setup has left the model %s in eval mode, in which from_pretrained() returns one, but an optimizer trains it. It trains without "
-    "dropout, and with fixed statistics of BatchNorm. Call train() on the model in setup. Ignore this if you want that"
-)
-
-logger = logging.getLogger("raysgd")
-
-NOT_REGISTERED = (
-    "setup sets self.%s to a %s that is not registered. raysgd does not step it, and checkpoints and replacement workers lack it. "
-    "Register it, self.register(..., schedulers=self.%s), with the trainer's argument scheduler_step_freq"
-)
-
-
-REPLACED = (
-    "self.%s is no longer the optimizer that setup has registered. raysgd saves the registered one, and checkpoints and new workers "
-    "lack the other. Change the registered one, for example with self.%s.param_groups, or create a trainer with another setup"
 )
 
 
@@ -129,27 +109,6 @@ class TrainingOperator(Registering):
                 )
         registered = set(map(id, self._registered.optimizers))
         self._registered.held = {name: each for name, each in vars(self).items() if id(each) in registered}
-
-    def _warn_of_replaced(self) -> None:
-        """Warn if an optimizer that `setup` has registered is another object now."""
-        registered = set(map(id, self._registered.optimizers))
-        for name, before in self._registered.held.items():
-            now = vars(self).get(name)
-            if now is not None and now is not before and id(now) not in registered:
-                self._internals.warn_once(REPLACED, name, name)
-
-    def _warn_of_eval_mode(self) -> None:
-        stepped = {id(each) for each in self._registered.stepped_by(*self._registered.optimizers) if each.requires_grad}
-        for model in self._registered.wrapped:
-            if not model.training and any(id(each) in stepped for each in model.parameters()):
-                self._internals.warn_once(EVAL_MODE, type(self.unwrapped(model)).__name__)
-
-    def _warn_of_schedulers(self) -> None:
-        """Warn if `setup` has created a scheduler that it has not registered."""
-        known = set(map(id, with_nested(self._registered.schedulers)))
-        for name, value in vars(self).items():
-            if isinstance(value, LRScheduler) and id(value) not in known:
-                self._internals.warn_once(NOT_REGISTERED, name, type(value).__name__, name)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Train one step on one `batch`, `(*features, target)`: forward, loss, backward, optimizer.

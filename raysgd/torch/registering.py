@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 
 from raysgd.constants import STEPPED_BY_TRAINER
 from raysgd.errors import ConfigError, shown, suggesting
@@ -18,6 +19,7 @@ from raysgd.replica.operator_base import each_loader
 from raysgd.torch.group import wrapping
 from raysgd.torch.group.fsdp import Shards, shard_layers
 from raysgd.torch.registered import Registered, check_parts, refuse_wrapped, strays
+from raysgd.torch.state.hyperparameters import with_nested
 from raysgd.torch.step.parts.batch_mode import STATIC_GRAPH
 from raysgd.torch.step.schedules import Scheduling
 
@@ -30,6 +32,18 @@ REGISTERED_AGAIN = (
 STRAYS = (
     "the optimizer %s holds parameters that no registered model has: %d. raysgd neither saves nor averages them. If a layer was "
     "replaced, create the optimizer after that. Otherwise, register the module that has them"
+)
+EVAL_MODE = (
+    "setup has left the model %s in eval mode, in which from_pretrained() returns one, but an optimizer trains it. It trains without "
+    "dropout, and with fixed statistics of BatchNorm. Call train() on the model in setup. Ignore this if you want that"
+)
+NOT_REGISTERED = (
+    "setup sets self.%s to a %s that is not registered. raysgd does not step it, and checkpoints and replacement workers lack it. "
+    "Register it, self.register(..., schedulers=self.%s), with the trainer's argument scheduler_step_freq"
+)
+REPLACED = (
+    "self.%s is no longer the optimizer that setup has registered. raysgd saves the registered one, and checkpoints and new workers "
+    "lack the other. Change the registered one, for example with self.%s.param_groups, or create a trainer with another setup"
 )
 
 
@@ -117,6 +131,27 @@ class Registering(Scheduling):
             self._internals.whole.require_hooks(registered.optimizers)
         if self._settings.adds_parts or not self._has_own_steps:
             self._watch_steps(registered.optimizers)  # before others, which change gradients
+
+    def _warn_of_replaced(self) -> None:
+        """Warn if an optimizer that `setup` has registered is another object now."""
+        registered = set(map(id, self._registered.optimizers))
+        for name, before in self._registered.held.items():
+            now = vars(self).get(name)
+            if now is not None and now is not before and id(now) not in registered:
+                self._internals.warn_once(REPLACED, name, name)
+
+    def _warn_of_eval_mode(self) -> None:
+        stepped = {id(each) for each in self._registered.stepped_by(*self._registered.optimizers) if each.requires_grad}
+        for model in self._registered.models:
+            if not model.training and any(id(each) in stepped for each in model.parameters()):
+                self._internals.warn_once(EVAL_MODE, type(model).__name__)
+
+    def _warn_of_schedulers(self) -> None:
+        """Warn if `setup` has created a scheduler that it has not registered."""
+        known = set(map(id, with_nested(self._registered.schedulers)))
+        for name, value in vars(self).items():
+            if isinstance(value, LRScheduler) and id(value) not in known:
+                self._internals.warn_once(NOT_REGISTERED, name, type(value).__name__, name)
 
     def _check_arguments(self, criterion: Any, schedulers: Any, ddp_args: Any, apex_args: Any) -> None:
         if schedulers is not None and self.scheduler_step_freq is None:

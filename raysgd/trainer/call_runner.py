@@ -177,7 +177,7 @@ class CallRunner:
             self._note_places(kind, record.places)
             return record.result, record.each
         self._store(caught=True)
-        began, self._kind, self._failed, before = time.monotonic(), kind, False, engine.progress.step
+        began, self._kind, self._failed, before = time.monotonic(), kind, False, engine.calls.progress.step
         self._size = engine.world_size
         self._rows.begin()
         if kind == "train":
@@ -192,7 +192,7 @@ class CallRunner:
             self._note_places(kind, [value.place for value in parts[-1].values])
             result = _merged([part.values for part in parts])
             if kind == "train" and not result.get(BATCH_COUNT):  # a user's own loop does not count them
-                result[BATCH_COUNT] = engine.progress.step - before
+                result[BATCH_COUNT] = engine.calls.progress.step - before
             rows = [_plain(value) for value in _by_worker(parts)]
             self._kind = None
             result |= self._callbacks.result(self._result(engine, kind, result, rows, parts, time.monotonic() - began))
@@ -257,11 +257,11 @@ class CallRunner:
         state = {None: "idle", "train": "training", "validate": "validating", "test": "testing"}.get(self._kind) or str(
             self._kind
         )
-        state = state if engine.active else "shut down"
+        state = state if engine.calls.active else "shut down"
         workers, target = engine.world_size, engine.target
-        short = engine.active and workers and workers != target
+        short = engine.calls.active and workers and workers != target
         size = f"{workers} of {counted(target, 'worker')}" if short else counted(workers or target, "worker")
-        return f"{self.run.trainer}({self.run.name}, {size}, epoch {engine.progress.epoch}, {state})"
+        return f"{self.run.trainer}({self.run.name}, {size}, epoch {engine.calls.progress.epoch}, {state})"
 
     def _fail(self, error: BaseException) -> None:
         self._failed = True
@@ -278,8 +278,8 @@ class CallRunner:
     ) -> CallResult:
         return CallResult(
             kind=kind,
-            epoch=engine.progress.epoch,
-            step=engine.progress.step,
+            epoch=engine.calls.progress.epoch,
+            step=engine.calls.progress.step,
             metrics=_plain(result),
             by_worker=rows,
             world_size=engine.world_size,

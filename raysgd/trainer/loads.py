@@ -82,7 +82,7 @@ class Loads:
     ) -> Snapshot:
         """Make a snapshot of the present state, or of that of another place, which the ranks of a
         new generation load."""
-        at, workers = at or self._engine.progress, workers or self._engine.world_size
+        at, workers = at or self._engine.calls.progress, workers or self._engine.world_size
 
         def load(ask: Ask) -> bool:
             def take(method: Callable[..., Any], arguments: dict[str, Any]) -> None:
@@ -167,7 +167,7 @@ class Loads:
         engine = self._engine
         # Counted here, so that a rank that loaded this state before the call was repeated has the same number as others, and that
         # it grows if the state of all ranks is undefined, and has none.
-        loads = engine.calls.changes = max(engine.calls.changes, engine.progress.loads) + 1
+        loads = engine.calls.changes = max(engine.calls.changes, engine.calls.progress.loads) + 1
         with engine.calls.state_replaced_by_hand(loads):
             values = engine.calls.run(Job(Call(method, {**arguments, "loads": loads}), replaces=True))[-1].values
             raise_refused(values, f"Now {UNDEFINED}" if engine.calls.undefined else "Nothing was changed on any rank")

@@ -105,7 +105,7 @@ class EpochLoops:
     @property
     def _step(self) -> int:
         """How many batches have been trained."""
-        return self._engine.progress.step
+        return self._engine.calls.progress.step
 
     def begin(self, load: Callable[[str], None]) -> None:
         """Take the folder. Continue where another script has left the workers, or load the newest
@@ -333,7 +333,7 @@ class EpochLoops:
             return {}
         engine = self._engine
         before = [part.values for part in engine.calls.measured]
-        step, ranks = engine.progress.step, engine.world_size
+        step, ranks = engine.calls.progress.step, engine.world_size
         self._within = WithinCall(
             self._schedule, self._start_within, engine.cancel, step=step, ranks=ranks, before=before
         )

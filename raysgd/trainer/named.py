@@ -85,7 +85,7 @@ class NamedCalls(CallRunner):
     def _continue(self, before: Mapping[str, Any]) -> None:
         """Continue where the last script was."""
         engine, (loop, done), calls = self._engine, before["place"], list(before["made"])
-        if engine.progress.loads > before["changes"]:  # it has ended before it could note a change
+        if engine.calls.progress.loads > before["changes"]:  # it has ended before it could note a change
             calls.append(Made("", None))
         self.place.resume(loop, done, calls)
         self._evaluated, self._stored = before["evaluated"], before["rows"]
@@ -95,8 +95,8 @@ class NamedCalls(CallRunner):
             "script",
             counted(engine.world_size, "worker"),
             self.tenure.name,
-            engine.progress.epoch,
-            engine.progress.batches,
+            engine.calls.progress.epoch,
+            engine.calls.progress.batches,
         )
         self.resume([pickle.loads(self.tenure.record[ROW.format(n)]) for n in range(self._stored)], before["wants"])
 
@@ -123,7 +123,7 @@ class NamedCalls(CallRunner):
     def _at_exit(self) -> None:
         """End the trainer with the script. A notebook never comes to its end: its process is
         restarted."""
-        if self._engine.active:
+        if self._engine.calls.active:
             self.note_exit(last_error())
             if "ipykernel" in sys.modules and not self.tenure.leaves:
                 self._leave()
@@ -139,7 +139,7 @@ class NamedCalls(CallRunner):
                 self.commit()
             except Exception as failed:
                 logger.warning("the record still has this error, so the next script gets it again: %s", failed)
-        if self.tenure.record and self._engine.active and not isinstance(error, SystemExit | None):
+        if self.tenure.record and self._engine.calls.active and not isinstance(error, SystemExit | None):
             self._leave()
 
     def _leave(self) -> None:
@@ -175,7 +175,7 @@ class NamedCalls(CallRunner):
 
     def warn_of_plain_loop(self) -> None:
         super().warn_of_plain_loop()
-        epochs = self._engine.progress.epoch
+        epochs = self._engine.calls.progress.epoch
         if self.attached and epochs and not self._warned:
             self._warned = True
             logger.warning(

@@ -196,8 +196,8 @@ class Script:
                 raise Violation(
                     f"after train(), {worker.name} has {len(replica.steps)} steps, and an undisturbed run {len(truth)}"
                 )
-        if self.engine.progress.step != len(truth):
-            raise Violation(f"after train(), the driver counts {self.engine.progress.step} steps of {len(truth)}")
+        if self.engine.calls.progress.step != len(truth):
+            raise Violation(f"after train(), the driver counts {self.engine.calls.progress.step} steps of {len(truth)}")
         checker.trained(members)
         steps, number = checker.steps_of_call(self.engine.calls.trained), self.engine.calls.trained
         checker.has_trained(number, num_steps, all_calls=self._keeps_a_snapshot())
@@ -224,7 +224,7 @@ class Script:
 
     def _fit(self, every: int) -> None:
         """Train an epoch, in which each checkpoint that is due is made between two batches, as automatic checkpoints are."""
-        schedule = Due(every, self.world.clock, step=self.engine.progress.step)
+        schedule = Due(every, self.world.clock, step=self.engine.calls.progress.step)
 
         def start(contents: Contents) -> dict[str, Any] | None:
             self._note_written()
@@ -237,7 +237,7 @@ class Script:
         def prepare() -> dict[str, Any]:
             self._end_part()
             before = [part.values for part in self.engine.calls.measured]
-            step, ranks = self.engine.progress.step, self.engine.world_size
+            step, ranks = self.engine.calls.progress.step, self.engine.world_size
             self._part = WithinCall(schedule, start, self._raise, step=step, ranks=ranks, before=before)
             transfer = self.group.transfer()
             transfer.answer = self._part.answer
@@ -297,7 +297,7 @@ class Script:
         if self._saved is None:
             return
         data, steps = self._saved
-        loads = self._loads = max(self._loads, self.engine.progress.loads) + 1
+        loads = self._loads = max(self._loads, self.engine.calls.progress.loads) + 1
         try:
             with self.engine.calls.state_replaced_by_hand(loads):
                 if refuses < 0:
@@ -309,7 +309,7 @@ class Script:
         except CheckpointError:
             if refuses < 0:
                 raise
-            if not self.engine.progress.undefined:
+            if not self.engine.calls.progress.undefined:
                 raise Violation("a rank has refused a state, and the trainer has one") from None
             with suppress(CheckpointError):
                 self._validate()
@@ -320,7 +320,7 @@ class Script:
         if refuses >= 0:
             raise Violation("all ranks have loaded a state that one of them has refused")
         self.engine.calls.keep_load(
-            Snapshot(progress=self.engine.progress, call=-1, load=partial(self._load_again, given))
+            Snapshot(progress=self.engine.calls.progress, call=-1, load=partial(self._load_again, given))
         )
         newest = self.engine._table.snapshots.latest()
         self.checker.has_loaded(len(steps), shown=newest is not None and newest.progress.loads == loads)

@@ -29,37 +29,23 @@ ADVICE = {
 }
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """What one rank knows about a step with gradients that are not finite.
-
-    parameters  the names of those whose gradients are not; with FSDP, of those of which this rank
-                has such a part
-    loss        None if the operator called `loss.backward()` itself
-    samples     the indices of the samples in the data set, None if they are not known
-    """
-
-    step: int
-    epoch: int
-    parameters: tuple[str, ...]
-    loss: float | None
-    samples: Sequence[int] | None
+# What one rank knows about a step with gradients that are not finite: the names of their parameters (with FSDP, of those of which it
+# has such a part), the loss (None if the operator called `loss.backward()` itself), and the indices of its samples, if they are known.
+Known = tuple[list[str], float | None, Sequence[int] | None]
 
 
-def explained(reports: Sequence[StepReport], action: str) -> str:
-    """The text of the error about gradients that are not finite, from the reports of all ranks in
-    rank order."""
-    names = list(dict.fromkeys(name for each in reports for name in each.parameters)) or [
+def explained(where: str, ranks: Sequence[Known], action: str) -> str:
+    """The text of the error about gradients that are not finite, from what each rank knows."""
+    names = list(dict.fromkeys(name for of_rank, *_ in ranks for name in of_rank)) or [
         "a parameter of no registered model"
     ]
-    where = f"step {reports[0].step}, epoch {reports[0].epoch}"
     lines = [f"the gradient of {_some(names, 3)} is not finite in {where}, and no rank has made this step."]
-    losses = {rank: each.loss for rank, each in enumerate(reports)}
-    blamed = [rank for rank, loss in losses.items() if loss is not None and not math.isfinite(loss)]
-    if not blamed and None not in losses.values():
+    losses = [loss for _, loss, _ in ranks]
+    blamed = [rank for rank, loss in enumerate(losses) if loss is not None and not math.isfinite(loss)]
+    if not blamed and None not in losses:
         lines.append("The loss of every rank was finite.")
-    for rank in blamed or losses:
-        loss, samples = losses[rank], reports[rank].samples
+    for rank in blamed or range(len(ranks)):
+        _, loss, samples = ranks[rank]
         had = "samples of unknown indices" if samples is None else f"the samples {_some(samples, 16)}"
         lines.append(f"Rank {rank} had {had}{'' if loss is None else f', and the loss {loss:g}'}.")
     return " ".join([*lines, ADVICE[action]])
@@ -149,13 +135,11 @@ class SkipStep(Policy):
         names = [name for name, each in named if id(each) in bad]
         losses = [float(loss) for loss in step.notes.get(self, Seen()).losses]
         loss = next((each for each in losses if not math.isfinite(each)), losses[-1] if losses else None)
-        report = StepReport(self._position.step + 1, self._position.epoch, tuple(names), loss, self._samples(step))
-        raise NonFiniteError(explained(gathered_objects(report, self._control), self._action or ""))
-
-    def _samples(self, step: Step) -> list[int] | None:
-        """The indices of this rank's samples in the step, None if they are not known."""
-        indices = [each.indices for each in step.drawn]
-        return None if None in indices or not indices else [int(row) for each in indices for row in each or ()]
+        drawn = [each.indices for each in step.drawn]
+        samples = None if None in drawn or not drawn else [int(row) for each in drawn for row in each or ()]
+        known: Known = names, loss, samples
+        where = f"step {self._position.step + 1}, epoch {self._position.epoch}"
+        raise NonFiniteError(explained(where, gathered_objects(known, self._control), self._action or ""))
 
 
 @dataclass
