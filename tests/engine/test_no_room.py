@@ -154,7 +154,7 @@ def test_shutdown_all_ends_trainers_without_a_name() -> None:
     with pytest.raises(ResourceError, match=re.escape("call raysgd.shutdown_all() and try again")):
         engine_of(Slots(places), 2).start()
     shutdown_all()
-    assert not first.active
+    assert not first.calls.active
     second = engine_of(Slots(places), 2)
     second.start()
     assert second.world_size == 2

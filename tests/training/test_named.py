@@ -32,10 +32,9 @@ class Tenure:
 
 ENGINE: Any = SimpleNamespace(
     attach=lambda **given: bool(given["recoveries"]) or given["trained"] is not None,
-    trained=1,
-    progress=SimpleNamespace(epoch=2, batches=7, loads=0),
-    changes=0,
-    reached=None,
+    calls=SimpleNamespace(
+        trained=1, progress=SimpleNamespace(epoch=2, batches=7, loads=0), changes=0, reached=None, active=True
+    ),
     recoveries=[],
     world_size=2,
     start=lambda: None,
