@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 from weakref import WeakKeyDictionary
@@ -317,13 +318,11 @@ class TorchTrainer(TrainerBase):
         """
         self._saves.raise_failed()
         check_flags(sharded=sharded)
-        if sharded:
-            saved = save_shards(self._saves, self._engine, checkpoint, blocking=blocking)
-        else:
-            saved = self._saves.save(checkpoint, blocking=blocking)
-        if isinstance(saved, str):
-            self._loads.replaced(saved)
-        return saved
+        save = partial(save_shards, self._saves, self._engine) if sharded else self._saves.save
+        path_or_handle = save(checkpoint, blocking=blocking)
+        if blocking:
+            self._loads.note_replaced(path_or_handle)
+        return path_or_handle
 
     @exclusive
     def load(self, checkpoint: str | os.PathLike[str], *, trusted: bool = False) -> None:

@@ -127,12 +127,12 @@ class SaveHandle:
 
 
 class _Save:
-    """One save. Owns its draft, which `make` makes, the transfers over which workers report, and
-    `done`. Only one thread gives the draft its name, or drops it. `seen` says whether the user has
-    seen the error."""
+    """One save. Owns its draft, the transfers over which workers report, and `done`. Only one
+    thread gives the draft its name, or drops it. `seen` says whether the user has seen the
+    error."""
 
-    def __init__(self, where: locations.Place, make: MakeDraft, engine: Engine, stall_s: float = 0.0) -> None:
-        self.where, self._make, self._engine = where, make, engine
+    def __init__(self, where: locations.Place, make_draft: MakeDraft, engine: Engine, stall_s: float = 0.0) -> None:
+        self.where, self._make_draft, self._engine = where, make_draft, engine
         self._draft: DraftOfSave | None = None
         self._stall_s = stall_s or max(engine.limits.hang_s, STALL_AT_LEAST_S)
         self.done: Future[None] = Future()
@@ -145,7 +145,7 @@ class _Save:
     def begin(self, writers: int, *, later: bool) -> dict[str, Any]:
         """Make the arguments for the workers' call, whenever it is made."""
         self._drop()
-        self._draft = draft = self._make(self.where)
+        self._draft = draft = self._make_draft(self.where)
         self._transfers = [self._engine.group.transfer() for _ in range(writers)]
         return {**draft.arguments, "transfers": [each.name for each in self._transfers], "later": later}
 
@@ -243,7 +243,7 @@ class Saves:
     def write(
         self,
         where: locations.Place,
-        make: MakeDraft,
+        make_draft: MakeDraft,
         method: Callable[..., Any],
         writers: Callable[[], int],
         *,
@@ -254,7 +254,7 @@ class Saves:
         """Let the workers write a draft with `method`, after earlier saves to the same place. In
         the background, this many of them report."""
         check_flags(blocking=blocking)
-        save = _Save(where, make, self._engine, stall_s)
+        save = _Save(where, make_draft, self._engine, stall_s)
         save.seen = watched
         concurrent.futures.wait([each.done for each in self._running if each.where == where])
         job = Job(
@@ -264,9 +264,9 @@ class Saves:
             is_waiting=save.moves,
         )
         try:
-            values = self._engine.calls.run(job)[-1].values
+            reports = [each for each in self._engine.calls.run(job)[-1].values if each is not None]
             if blocking:
-                save.complete([each for each in values if each is not None])
+                save.complete(reports)
                 return locations.text_of(where)
         except BaseException as error:
             save.close(error)

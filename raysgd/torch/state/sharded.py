@@ -82,7 +82,7 @@ class ShardedLoads(Loads):
         self._from = None if where is None else (where, again)
         self._saved = [(None, self._snapshot(_unless_replaced(again, where), self._engine.calls.changes))]
 
-    def replaced(self, path: str) -> None:
+    def note_replaced(self, path: Any) -> None:
         """Note that the trainer has saved its state here, which may be where it has loaded one."""
         if self._from is not None and str(self._from[0]) == path:
             where, again = self._from
