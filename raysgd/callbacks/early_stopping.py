@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -11,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from raysgd.callbacks.base import Callback, CallResult, Run
 from raysgd.callbacks.writers import row_of
 from raysgd.config import at_least, one_of
-from raysgd.core.measures.metrics import plain, unmeasured
+from raysgd.core.measures.metrics import cost, plain, unmeasured
 from raysgd.errors import ConfigError, counted
 
 logger = logging.getLogger("raysgd")
@@ -70,16 +69,13 @@ class EarlyStopping(Callback):
         one_of("mode", mode, "min", "max")
         at_least("min_delta", min_delta, 0)
         warn_of_mode(f"EarlyStopping({metric!r}) waits for", metric, mode)
-        self._metric, self._patience, self._sign, self._delta = metric, patience, 1 if mode == "min" else -1, min_delta
+        self._metric, self._patience, self._mode, self._delta = metric, patience, mode, min_delta
         self._forget()
 
     def _forget(self) -> None:
-        self._cost, self._waited, self.wants_stop = math.inf, 0, False
+        self.best: float | None = None
+        self._waited, self.wants_stop = 0, False
         self._measured: bool | None = None  # None before the first result
-
-    @property
-    def best(self) -> float | None:
-        return None if math.isinf(self._cost) else self._sign * self._cost
 
     def on_start(self, run: Run) -> None:
         self._forget()
@@ -111,13 +107,15 @@ class EarlyStopping(Callback):
             return
         self._measured = True
         self.wants_stop = False
-        if self._sign * value < self._cost - self._delta:
-            self._cost, self._waited = self._sign * value, 0
+        if cost(value, self._mode) < cost(self.best, self._mode) - self._delta:
+            self.best, self._waited = value, 0
             return
         self._waited += 1
         if self._waited >= self._patience:
             self.wants_stop, self._waited = True, 0
-            mode, best = "min" if self._sign == 1 else "max", "none" if self.best is None else f"{self.best:.4g}"
+            best = "none" if self.best is None else f"{self.best:.4g}"
             results = counted(self._patience, "result")
             by = f" by more than {self._delta:g}" if self._delta else ""
-            self.stop_reason = f"{self._metric} has not improved{by} for {results} (mode={mode!r}, best value {best})"
+            self.stop_reason = (
+                f"{self._metric} has not improved{by} for {results} (mode={self._mode!r}, best value {best})"
+            )

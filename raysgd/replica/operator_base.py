@@ -94,7 +94,6 @@ class OperatorBase:
     calls `setup` at its end.
     """
 
-    _parts: Any
     _settings: ReplicaSettings
     _internals: Internals
 

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 from weakref import WeakKeyDictionary
@@ -318,8 +317,10 @@ class TorchTrainer(TrainerBase):
         """
         self._saves.raise_failed()
         check_flags(sharded=sharded)
-        save = partial(save_shards, self._saves, self._engine) if sharded else self._saves.save
-        path_or_handle = save(checkpoint, blocking=blocking)
+        if sharded:
+            path_or_handle = save_shards(self._saves, self._engine, checkpoint, blocking=blocking)
+        else:
+            path_or_handle = self._saves.save(checkpoint, blocking=blocking)
         if blocking:
             self._loads.note_replaced(path_or_handle)
         return path_or_handle

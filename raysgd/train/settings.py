@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -11,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from raysgd.callbacks.early_stopping import warn_of_mode
 from raysgd.config import ElasticConfig, WorkerResources, check_flags, object_of, one_of
-from raysgd.core.measures.metrics import plain
+from raysgd.core.measures.metrics import cost, plain
 from raysgd.errors import ConfigError, suggesting_fields
 from raysgd.storage.masking import mask
 
@@ -181,8 +180,7 @@ class CheckpointConfig:
                 f"checkpoint_score_attribute {name!r} must be a number in every checkpoint, or in the metrics reported "
                 f"with it; got {value!r} (found: {', '.join(names)})"
             )
-        score = float(value) if self.checkpoint_score_order == "max" else -float(value)
-        return -math.inf if math.isnan(score) else score
+        return -cost(float(value), self.checkpoint_score_order)
 
 
 @without_rays_own

@@ -17,7 +17,7 @@ from raysgd.callbacks.base import Callback
 from raysgd.callbacks.early_stopping import EarlyStopping, warn_of_mode
 from raysgd.callbacks.writers import ROW_FIELDS, for_json
 from raysgd.config import at_least, is_real, one_of
-from raysgd.core.measures.metrics import Measured, WeightedMean
+from raysgd.core.measures.metrics import Measured, WeightedMean, cost
 from raysgd.errors import CheckpointError, ConfigError, suggesting_fields
 from raysgd.storage import checksums, folders, locations
 from raysgd.storage.claims import FolderClaim
@@ -338,10 +338,7 @@ class CheckpointFolder:
         return self._where / (place.name + (suffix or self._suffix))
 
     def _cost(self, score: float | None) -> float:
-        """A number that is lower for better scores. NaN is as bad as no score."""
-        if score is None or math.isnan(score):
-            return math.inf
-        return score if self.settings.mode == "min" else -score
+        return cost(score, self.settings.mode)
 
 
 def is_finite(values: Mapping[str, Any]) -> bool:

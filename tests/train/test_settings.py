@@ -325,3 +325,12 @@ def test_an_order_that_keeps_the_worst_checkpoint_is_named(made: Any, keeps: str
         f"keeps the checkpoint with the {keeps} value: pass checkpoint_score_order='" in each
         for each in caplog.messages
     ] == [True] * (keeps is not None)
+
+
+def test_the_best_checkpoint_of_a_result_is_the_newest_of_equals_and_never_one_without_a_number() -> None:
+    losses: list[dict[str, Any]] = [{"loss": 2.0}, {"loss": 1.0}, {}, {"loss": float("nan")}, {"loss": 1.0}]
+    stored = [(train.Checkpoint.from_dict({"number": number}), each) for number, each in enumerate(losses)]
+    result = train.Result(best_checkpoints=stored)
+    best = {mode: result.get_best_checkpoint("loss", mode) for mode in ("min", "max")}  # type: ignore[arg-type]
+    assert {mode: each and each.to_dict()["number"] for mode, each in best.items()} == {"min": 4, "max": 0}
+    assert result.get_best_checkpoint("accuracy", "max") is None

@@ -302,6 +302,14 @@ def merge_call(parts: Sequence[Sequence[Measured]]) -> Result:
     return {name: float(value) if isinstance(value, WeightedMean) else value for name, value in result.items()}
 
 
+def cost(value: float | None, mode: str) -> float:
+    """A number that is lower for better values of a metric, which are "min" or "max". NaN is as bad
+    as no value."""
+    if value is None or math.isnan(value):
+        return math.inf
+    return float(value) if mode == "min" else -float(value)
+
+
 def for_all_ranks(result: Mapping[str, Any], ranks: int, mine: float, committed: int) -> Result:
     """One rank's result of a part with the number of samples of all `ranks`, which have `committed`
     that many in it, and this one its `mine` (0 if that is not known). A number in other units

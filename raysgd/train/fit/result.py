@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from raysgd.callbacks.writers import import_extra
 from raysgd.config import one_of
+from raysgd.core.measures.metrics import cost
 from raysgd.errors import TrainingFailedError
 from raysgd.storage.locations import Place, place, text_of
 from raysgd.storage.masking import mask
@@ -104,10 +105,9 @@ class Result:
     def get_best_checkpoint(self, metric: str, mode: Literal["min", "max"]) -> Checkpoint | None:
         """Find the stored checkpoint with the best `metric`; `mode` is "min" or "max"."""
         one_of("mode", mode, "min", "max")
-        sign = 1 if mode == "max" else -1
         scored = [
-            (sign * float(metrics[metric]), number)
+            (cost(value, mode), -number)  # of equal ones, the newest
             for number, (_, metrics) in enumerate(self.best_checkpoints)
-            if metric in metrics and not math.isnan(float(metrics[metric]))
+            if not math.isnan(value := float(metrics.get(metric, math.nan)))
         ]
-        return self.best_checkpoints[max(scored)[1]][0] if scored else None
+        return self.best_checkpoints[-min(scored)[1]][0] if scored else None
