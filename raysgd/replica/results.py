@@ -133,9 +133,9 @@ class Results(ABC):
         if feed.unused:
             internals.warn_once(UNUSED, name, position.epoch)
         elif internals.num_steps is None and not position.ended:
-            left = feed.source.steps_left(feed.rank_info, position.offset)
-            if left:
-                internals.warn_once(LEFT_EARLY, name, counted(left, "batch", "batches"))
+            rest = feed.source.steps_left(feed.rank_info, position.offset)
+            if rest:
+                internals.warn_once(LEFT_EARLY, name, counted(rest, "batch", "batches"))
 
     def _named_for_test(self, report: dict[str, Any]) -> dict[str, Any]:
         """A test's report with "test_" in the names that a validation's metrics have, unless there

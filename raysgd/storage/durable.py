@@ -53,9 +53,9 @@ class DurableFile(io.FileIO):
         return count
 
     def write_all(self, data: Any) -> None:
-        left = memoryview(data).cast("B")
-        while left:
-            left = left[self.write(left) :]
+        rest = memoryview(data).cast("B")
+        while rest:
+            rest = rest[self.write(rest) :]
 
     def sync(self) -> None:
         """Wait until everything is on the disk. The system reports an error only once, so this also

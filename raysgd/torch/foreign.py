@@ -300,10 +300,12 @@ def loads_by_copying(model: nn.Module) -> bool:
 
     def is_usual(module: nn.Module) -> bool:
         kind = type(module)
-        own = any(getattr(kind, each) is not getattr(nn.Module, each) for each in methods)
-        own = own or not vars(module).keys().isdisjoint(methods) or any(getattr(module, each) for each in hooks)
+        overrides = any(getattr(kind, each) is not getattr(nn.Module, each) for each in methods)
+        overrides = (
+            overrides or not vars(module).keys().isdisjoint(methods) or any(getattr(module, each) for each in hooks)
+        )
         inner = (kind._save_to_state_dict, kind._load_from_state_dict)
-        return not own and all(each.__module__.startswith("torch.") for each in inner)
+        return not overrides and all(each.__module__.startswith("torch.") for each in inner)
 
     return all(map(is_usual, model.modules()))
 

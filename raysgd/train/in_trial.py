@@ -65,11 +65,11 @@ def report(metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
 
 
 @contextmanager
-def stored(own: Checkpoint, number: int | None = None) -> Iterator[Any]:
+def stored(content: Checkpoint, number: int | None = None) -> Iterator[Any]:
     """A context with a checkpoint of Tune, in a temporary folder: this one, and its `number` in the
     run."""
     with tempfile.TemporaryDirectory(prefix="raysgd-trial-") as folder:
-        own.to_directory(folder)
+        content.to_directory(folder)
         unlist_metadata(Path(folder))
         checkpoint = _tune().Checkpoint.from_directory(folder)
         if number is not None:

@@ -176,7 +176,7 @@ class _Save:
     def wait_for_reports(self) -> None:
         """In a thread: complete the save when all workers have reported, unless one has failed or
         nothing moves any more."""
-        futures = [each.given for each in self._transfers]
+        futures = [each.report for each in self._transfers]
         try:
             while not self.done.done() and not all(each.done() for each in futures):
                 concurrent.futures.wait(futures, LOOK_S)

@@ -39,7 +39,7 @@ class AnyTransfer:
     def __init__(self) -> None:
         self.opened, self.moved = False, 0
         self.data: Any = None
-        self.given: Future[dict[str, Any] | None] = Future()
+        self.report: Future[dict[str, Any] | None] = Future()
 
     def fill(self, data: Any) -> None:
         """Give a state that the driver has."""
@@ -48,7 +48,7 @@ class AnyTransfer:
     def close(self, why: str = "the transfer has ended") -> None:
         """End the transfer, and interrupt workers that wait in it."""
         with contextlib.suppress(InvalidStateError):  # it was given
-            self.given.set_exception(ConnectionError(why))
+            self.report.set_exception(ConnectionError(why))
 
 
 class Transfer(AnyTransfer):
@@ -87,7 +87,7 @@ class Transfer(AnyTransfer):
             if isinstance(message, GiveState):
                 self._receive(connection, size, note)
                 with contextlib.suppress(InvalidStateError):  # it was closed at this moment
-                    self.given.set_result(message.report)
+                    self.report.set_result(message.report)
             elif isinstance(message, Ask):
                 connection.send(Answer(self.answer(message.question)))
             else:
@@ -122,7 +122,7 @@ class InlineTransfer(AnyTransfer):
         self.data = b"".join(data)
         self.moved = len(self.data)
         with contextlib.suppress(InvalidStateError):  # it was closed
-            self.given.set_result(report)
+            self.report.set_result(report)
 
 
 class Giving:

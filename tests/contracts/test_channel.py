@@ -605,7 +605,7 @@ def test_questions_are_answered_until_the_transfer_ends(channel: Channel, transf
 def test_a_state_arrives_whole(channel: Channel, transfer: Transfer, size: int) -> None:
     state = random.Random(size).randbytes(size)
     Giving(channel.address, "a", transfer.name).send(state, report={"size": 3})
-    assert bytes(transfer.data) == state and transfer.given.result() == {"size": 3}
+    assert bytes(transfer.data) == state and transfer.report.result() == {"size": 3}
     with closing(Transfer(channel.server)) as filled, ThreadPoolExecutor() as pool:
         filled.fill(transfer.data)
         taken = [pool.submit(take, channel.address, name, filled.name) for name in "bc"]
@@ -617,7 +617,7 @@ def test_a_part_of_a_state_is_none(channel: Channel, transfer: Transfer) -> None
     with joined(channel, transfer, "a", GiveState(), 4) as giver:
         giver.socket.sendall(b"st")
         wait_for(lambda: transfer.moved == 1)
-    assert isinstance(transfer.given.exception(timeout=WAIT_S), ConnectionError)
+    assert isinstance(transfer.report.exception(timeout=WAIT_S), ConnectionError)
     assert transfer.data is None
 
 
@@ -716,7 +716,7 @@ def test_a_save_in_the_background_waits_for_a_driver_that_is_stopped(
     wait_for(lambda: client.control.interrupted)
     with ThreadPoolExecutor() as pool:
         pool.submit(giving.send, report={"size": 3}).result()
-    assert transfer.given.result(timeout=WAIT_S) == {"size": 3}
+    assert transfer.report.result(timeout=WAIT_S) == {"size": 3}
     channel.server.disconnect("w")
     wait_for(lambda: channel.dismissed == ["w"])
 

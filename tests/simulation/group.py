@@ -389,7 +389,7 @@ class Worker(Process):
         transfer = self.group.transfer_of(name)
         if report is not None:
             transfer.data = bytes(state)
-            transfer.given.set_result(report)
+            transfer.report.set_result(report)
             return
         wake = Wake(self)
         transfer.giver, state = self, bytes(state)

@@ -56,8 +56,8 @@ class CudaCarrier(DeviceCarrier):
     def send(self, batch: Any) -> Any:
         room = self._free.popleft() if self._free else _Room(self._device, keeps=self._reuse)
         with self._streams.stream(self._stream):
-            if room.left is not None:
-                self._stream.wait_event(room.left)
+            if room.last_use is not None:
+                self._stream.wait_event(room.last_use)
             room.place = 0
             batch = _each_tensor(batch, room.copy)
             room.forget_places_behind()
@@ -78,8 +78,8 @@ class CudaCarrier(DeviceCarrier):
         if len(self._arrived) > HELD:
             earlier = self._arrived.popleft()
             if earlier.working == working and earlier.drop_held():
-                earlier.left = working.record_event(
-                    earlier.left
+                earlier.last_use = working.record_event(
+                    earlier.last_use
                 )  # after the look: what uses it was launched before that
                 self._free.append(earlier)
 
@@ -87,14 +87,14 @@ class CudaCarrier(DeviceCarrier):
 class _Room:
     """Memory of the device for one batch, which has tensors of its own that share it.
 
-    keeps    whether a later batch is to have it
-    tensors  by their places in the batch, with their forms and the uses of their memory while only
-             this object has it
-    place    of the next tensor
-    new      what was allocated for the newest batch
-    copied   the event after the copies
-    working  the stream for which all tensors that are not new are registered
-    left     the event after the last use
+    keeps     whether a later batch is to have it
+    tensors   by their places in the batch, with their forms and the uses of their memory while only
+              this object has it
+    place     of the next tensor
+    new       what was allocated for the newest batch
+    copied    the event after the copies
+    working   the stream for which all tensors that are not new are registered
+    last_use  the event after the last use
     """
 
     def __init__(self, device: torch.device, *, keeps: bool) -> None:
@@ -103,7 +103,7 @@ class _Room:
         self.new: list[torch.Tensor] = []
         self.copied: Any = None
         self.working: Any = None
-        self.left: Any = None
+        self.last_use: Any = None
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided or tensor.is_nested:  # which torch cannot register with a stream

@@ -50,8 +50,8 @@ CHANGED = (
 STATE_FILE = "trainer_state.json"
 
 
-def refused(found: str, instead: str) -> ConfigError:
-    return ConfigError(f"{found}: {instead}, or pass prepare_trainer(trainer, elastic=False)")
+def refused(problem: str, instead: str) -> ConfigError:
+    return ConfigError(f"{problem}: {instead}, or pass prepare_trainer(trainer, elastic=False)")
 
 
 class Continuation(TrainerCallback):  # type: ignore[misc]
@@ -126,8 +126,8 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         """The batches of this rank, of a loader that accelerate has prepared."""
         batches = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
         if type(batches) is not BatchSampler or isinstance(batches.sampler, DistributedSampler):
-            found = f"an elastic Trainer cannot divide the batches of a {type(batches).__name__} among other ranks"
-            raise refused(found, "pass train_dataset without a batch sampler")
+            problem = f"an elastic Trainer cannot divide the batches of a {type(batches).__name__} among other ranks"
+            raise refused(problem, "pass train_dataset without a batch sampler")
         sampler: Any = batches.sampler
         info, state, args = self._session.rank_info, self._state, self._trainer.args
         if batches.batch_size != args.train_batch_size:
@@ -154,8 +154,8 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         """Choose the parts that this rank computes in the step that begins."""
         windows, args = self._windows, self._trainer.args
         if args.gradient_accumulation_steps != windows.most:
-            found = f"gradient_accumulation_steps was changed to {args.gradient_accumulation_steps} while an elastic Trainer trains"
-            raise refused(f"{found}, and the place in the data follows from it", "leave it as it is")
+            problem = f"gradient_accumulation_steps was changed to {args.gradient_accumulation_steps} while an elastic Trainer trains"
+            raise refused(f"{problem}, and the place in the data follows from it", "leave it as it is")
         parts = windows.of_rank(self._trainer.state.global_step % windows.steps)
         self._parts = iter(parts)
         return parts
@@ -239,9 +239,9 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
         way."""
         unknown = {*map(id, self._stepped_parameters())} - {*map(id, self._trainer.model.parameters())}
         if unknown:
-            found = f"the optimizer has {len(unknown)} parameters that are not in the model"
+            problem = f"the optimizer has {len(unknown)} parameters that are not in the model"
             instead = "make the module that has them a part of the model"
-            raise refused(f"{found}, and an elastic Trainer keeps those of the model", instead)
+            raise refused(f"{problem}, and an elastic Trainer keeps those of the model", instead)
         self._frozen = {name: each.flatten()[:8] for name, each in self._weights(frozen=True).items()}
         # The first values are views, so these are also the versions of the parameters.
         self._frozen_versions = {name: each._version for name, each in self._frozen.items()}
@@ -374,8 +374,10 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_epoch_stop and not control.should_training_stop:
-            found = "a callback has ended an epoch early (control.should_epoch_stop)"
-            raise refused(f"{found}, and the place in the data follows from the number of the step", "end the training")
+            problem = "a callback has ended an epoch early (control.should_epoch_stop)"
+            raise refused(
+                f"{problem}, and the place in the data follows from the number of the step", "end the training"
+            )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.copy_last()
@@ -395,8 +397,8 @@ class Continuation(TrainerCallback):  # type: ignore[misc]
             self._by_reference = False
         other = [name for name, each in self._frozen.items() if each._version != self._frozen_versions[name]]
         if other:
-            found = f"{other[0]}, which the optimizer does not change, was changed by a callback or the model"
-            raise refused(f"{found}, and a commit has only what the optimizer changes", "register it as a buffer")
+            problem = f"{other[0]}, which the optimizer does not change, was changed by a callback or the model"
+            raise refused(f"{problem}, and a commit has only what the optimizer changes", "register it as a buffer")
 
     def _begin_step_of_optimizer(self) -> None:
         if self._ends_with_commit:

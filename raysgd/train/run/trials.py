@@ -66,7 +66,7 @@ def perform(workers: FunctionWorkers, job: FunctionJob) -> None:
         if (checkpoint := tune.get_checkpoint()) is not None:  # the trial's own, instead of the job's
             manager.payload = in_trial.bytes_of(checkpoint, pickler_class())
             manager.latest_id = int(checkpoint.get_metadata().get(in_trial.NUMBER, manager.latest_id))
-        taken = manager.latest_id
+        newest = manager.latest_id
         executor = FunctionDriver(workers)
         stack.callback(executor.shutdown)
         executor.start(job.hook)
@@ -75,9 +75,9 @@ def perform(workers: FunctionWorkers, job: FunctionJob) -> None:
         last: dict[str, Any] = {}
         while (result := rounds.next_round()) is not None:
             last = {name: in_trial.without_tensors(value) for name, value in result.rows[0].items()}
-            taken = _pass_on(last, manager, taken, result.checkpoint_id)
-        if manager.latest_id > taken:  # saved after the last report
-            _pass_on(last, manager, taken, manager.latest_id)
+            newest = _pass_on(last, manager, newest, result.checkpoint_id)
+        if manager.latest_id > newest:  # saved after the last report
+            _pass_on(last, manager, newest, manager.latest_id)
 
 
 def _pass_on(metrics: dict[str, Any], manager: CheckpointManager, taken: int, newest: int) -> int:
@@ -106,13 +106,13 @@ class TrialReports:
 
     def __call__(self, metrics: Mapping[str, Any], checkpoint: Any = None, **more: Any) -> None:
         number, payload = self._manager.latest_id, self._manager.payload
-        own: Any = nullcontext(checkpoint)
+        context: Any = nullcontext(checkpoint)
         if self._trial == in_trial.describe()["trial_id"]:  # Tune can use the process for another trial
             if checkpoint is None and number > self._number and payload is not None:
-                own = in_trial.stored(Checkpoint.from_bytes(payload, trusted=True), number)
+                context = in_trial.stored(Checkpoint.from_bytes(payload, trusted=True), number)
             self._last, self._number = metrics, number
-        with own as found:
-            self._report(metrics, checkpoint=found, **more)
+        with context as content:
+            self._report(metrics, checkpoint=content, **more)
 
     def end(self) -> None:
         """Repeat the last report if a checkpoint was saved after it."""

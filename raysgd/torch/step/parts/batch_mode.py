@@ -222,7 +222,7 @@ class KeepBatch(Policy):
     def _note(self, breach: contract.Violation | None) -> None:
         if breach is None or not self._watches:
             return
-        breach = breach._replace(found=breach.found.replace("train_batch", self._method))
+        breach = breach._replace(problem=breach.problem.replace("train_batch", self._method))
         if not self._several:
             self._breach = self._breach or breach
         elif not self._decides:
@@ -233,7 +233,7 @@ class KeepBatch(Policy):
                 raise ConfigError(contract.notice(breach, self._all_parts))
             self.position.contract = tuple(breach)
             self._say(breach)
-            raise RetryStep(breach.found)
+            raise RetryStep(breach.problem)
 
     def end_step(self, step: Step) -> None:
         if not self._decides or step.outcome == "undone" or (step.failed and not self._was_trained):

@@ -17,7 +17,7 @@ DICT: Any = dict
 class Violation(NamedTuple):
     """What prevents that a batch is divided into parts, and what to do about it."""
 
-    found: str
+    problem: str
     advice: str
 
 
@@ -113,7 +113,7 @@ class NotingInfo(MutableMapping[str, Any], DICT):  # type: ignore[misc]
 def later(breach: Violation, parts: int) -> str:
     """The error of code that follows the contract in the first step, and not in this one."""
     return (
-        f"{breach.found}, unlike in the first step of this run. A worker computes several of the {parts} parts of a batch now, with one "
+        f"{breach.problem}, unlike in the first step of this run. A worker computes several of the {parts} parts of a batch now, with one "
         f"step after the last of them. raysgd has undone this step. To fix this, {breach.advice}; or pass "
         "ElasticConfig(batch='per_worker')"
     )
@@ -122,13 +122,13 @@ def later(breach: Violation, parts: int) -> str:
 def refused(breach: Violation, parts: int) -> str:
     """Return the error of code or data that does not follow the contract, if the user has passed
     `parts`."""
-    return f"parts={parts} needs code and data that can be divided, but {breach.found}. To fix this, {breach.advice}; or leave parts out"
+    return f"parts={parts} needs code and data that can be divided, but {breach.problem}. To fix this, {breach.advice}; or leave parts out"
 
 
 def notice(breach: Violation, parts: int) -> str:
     """What the log says of code or data that does not follow the contract."""
     return (
-        f"{breach.found}, so a batch cannot be divided into parts. While some of the {parts} workers are missing, steps have fewer "
+        f"{breach.problem}, so a batch cannot be divided into parts. While some of the {parts} workers are missing, steps have fewer "
         f"samples, and results differ from those of an undisturbed run. To keep the batch, {breach.advice}. To accept smaller steps, pass "
         "ElasticConfig(batch='per_worker')"
     )
