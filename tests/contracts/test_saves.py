@@ -41,7 +41,8 @@ class Engine:
 
     def __init__(self, server: ControlServer, *, seen: bool) -> None:
         self._server, self._seen, self.address = server, seen, server.address_for_workers()
-        self.group, self.limits = self, SimpleNamespace(hang_s=20.0)
+        self.group = self.calls = self
+        self.limits = SimpleNamespace(hang_s=20.0)
         self.writes: list[Write] = [lambda file: torch.save(CONTENT, file)]
         self.control = Control()
         self.wait: Callable[[], Any] = lambda: None  # after each of them
