@@ -84,7 +84,7 @@ class Internals:
         self.rank_info = rank_info
         self.pace.reset()
 
-    def was_made(self) -> bool:
+    def step_was_made(self) -> bool:
         """Return whether an optimizer that has no hooks has made the running step."""
         return False
 

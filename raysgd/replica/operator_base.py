@@ -126,8 +126,8 @@ class OperatorBase:
         """Train one pass over `iterator`, and return what to report. Ends early when the group of
         workers changes.
 
-        `info` is what was passed to `train`, with `epoch_idx`, `num_steps` the number of batches if
-        it is limited, `epoch_idx` the epoch."""
+        `info` is what was passed to `train`; `num_steps` the number of batches, if it is limited;
+        `epoch_idx` the epoch, which `info` has, too."""
         feed, schedule = self._internals.feed, self._begin_epoch()
         common = {**(info or {}), **self._epoch_info(num_steps), "epoch_idx": epoch_idx}
         train_batch, by_name = self.train_batch, "batch_info" in signature(self.train_batch).parameters
@@ -139,9 +139,9 @@ class OperatorBase:
             batch_info = feed.make_info(
                 batch_idx=batch_idx,
                 global_step=count,
-                epoch_batch=position.epoch_batches + step.batches - drawn.whole,
+                epoch_batch=position.epoch_batches + step.batches - drawn.last_part,
                 part=drawn.part,
-                last_part=drawn.whole,
+                last_part=drawn.last_part,
             )
             if drawn.indices is not None:
                 batch_info["rows"] = drawn.indices
@@ -151,18 +151,18 @@ class OperatorBase:
                 if step.error is not None:  # before anything counts the batch
                     raise step.error
                 for check in step.policies.before_commit if step.closing else ():
-                    check(step)
+                    check(step)  # `StepLoop` does it, too, but later than the schedule
             except BaseException:
                 if schedule is not None:
-                    schedule.end(failed=True)  # a peer failed, or the user's code raised an error
+                    schedule.end_part(failed=True)  # a peer failed, or the user's code raised an error
                 raise
             for policy in step.policies.after_batch if iterator is feed.batches else ():  # others may repeat batches
                 policy(step)
             if schedule is not None:
-                schedule.end()
+                schedule.end_part()
             self._count(step, metrics, batch=batch)
-            batch_idx += drawn.whole  # otherwise, another part of the same batch follows
-            self.global_step = count = count + drawn.whole
+            batch_idx += drawn.last_part  # otherwise, another part of the same batch follows
+            self.global_step = count = count + drawn.last_part
         if schedule is not None:
             schedule.end_epoch()
         return self._summary()
@@ -183,7 +183,7 @@ class OperatorBase:
             step = internals.feed.step
             metrics = method(batch, {"batch_idx": batch_idx, **(info or {})})
             self._count(step, metrics, name, batch)
-            batch_idx += step.current.whole
+            batch_idx += step.current.last_part
         return self._summary()
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -355,7 +355,7 @@ class OperatorBase:
                 return
             if not step.closing:
                 values = {name: copy_metric(value) for name, value in values.items()}
-            step.metrics.append((values, weight, step.current.whole))
+            step.metrics.append((values, weight, step.current.last_part))
             if not step.closing:
                 return
             parts: list[Any] = []

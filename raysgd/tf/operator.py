@@ -368,8 +368,8 @@ class KerasInternals(Internals):
         self.statistics: list[Any] = []
         self.part = Part(self)
 
-    def was_made(self) -> bool:
-        return self.part.was_made()
+    def step_was_made(self) -> bool:
+        return self.part.step_was_made()
 
 
 class Part(Policy):
@@ -398,14 +398,14 @@ class Part(Policy):
         if internals.rank_info.world_size > 1:
             self._exchanges = int(internals.exchanges)
 
-    def was_made(self) -> bool:
+    def step_was_made(self) -> bool:
         """Whether an optimizer has stepped since the begin: Keras' have no hooks."""
         return self._internals.registered.steps_made() > self._steps
 
     def before_commit(self, step: Step) -> None:
         """Refuse a step with the gradients of this rank alone."""
         internals = self._internals
-        if internals.rank_info.world_size > 1 and self.was_made() and int(internals.exchanges) == self._exchanges:
+        if internals.rank_info.world_size > 1 and self.step_was_made() and int(internals.exchanges) == self._exchanges:
             raise ConfigError(NOT_AVERAGED)
 
 

@@ -31,7 +31,7 @@ from raysgd.tf.compiled import EVALUATE, FIT, CompiledOperator, checked_fit_conf
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.process_group import TensorFlowBackend
 from raysgd.tf.replica import TFReplica
-from raysgd.trainer.arguments import check_call, checked, needs_ray, refuse_unknown
+from raysgd.trainer.arguments import check_call, check_common, needs_ray, refuse_unknown
 from raysgd.trainer.auto_checkpoint import AutoCheckpoint
 from raysgd.trainer.call_runner import exclusive
 from raysgd.trainer.description import RunDescription
@@ -126,13 +126,13 @@ class TFTrainer(TrainerBase):
         operator_cls = _operator_class(model_creator, data_creator, training_operator_cls)
         number = _resolve_num_workers(num_replicas, num_workers)
         # The batch size is that of all workers together, as a data set's is, so it is not divided.
-        elastic, shown, several = checked(
+        elastic, shown, is_distributed = check_common(
             operator_cls, TrainingOperator, number, initialization_hook, timeout_s, elastic, config
         )
         folder = opened_folder(checkpoints, resume, ".ckpt")
         check_flags(use_gpu=use_gpu)
         resources = WorkerResources.parse(num_cpus_per_worker, use_gpu, resources_per_worker, gpu_asked=use_gpu or None)
-        remote = needs_ray(use_ray, several, resources, elsewhere=name is not None)
+        remote = needs_ray(use_ray, is_distributed, resources, elsewhere=name is not None)
         _check_elastic(elastic)
         self._fit, evaluate = (_arguments_for(operator_cls, shown, name) for name in (FIT, EVALUATE))
         self._validation_steps = evaluate.get("steps")

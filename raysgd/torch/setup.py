@@ -89,30 +89,30 @@ def replica_factory(operator_cls: Any, config: dict[str, Any], settings: TorchSe
 
 
 @dataclass(frozen=True)
-class PlacedWorkers:
+class PlannedWorkers:
     """What each worker reserves in the cluster, and the settings of its process."""
 
     resources: WorkerResources
-    of_process: dict[str, Any]
+    process_settings: dict[str, Any]
 
     @property
     def use_gpu(self) -> bool:
         return self.resources.gpus > 0
 
 
-def place_workers(
-    several: bool, name: str | None, use_ray: bool | None, num_cpus: Any, use_gpu: Any, resources: Any
-) -> PlacedWorkers:
+def plan_workers(
+    is_distributed: bool, name: str | None, use_ray: bool | None, num_cpus: Any, use_gpu: Any, resources: Any
+) -> PlannedWorkers:
     """Decide what workers reserve, and where they run. Unless it is a process of Ray, the only
     worker runs in this process."""
     named = name is not None
-    parsed = worker_resources(num_cpus, use_gpu, resources, True if several or named else use_ray)
+    parsed = worker_resources(num_cpus, use_gpu, resources, True if is_distributed or named else use_ray)
     on_gpu = parsed.gpus > 0
     missing_gpu = on_gpu and not torch.cuda.is_available()  # it may be on another machine
-    remote = needs_ray(use_ray, several, parsed, elsewhere=missing_gpu or named)
+    remote = needs_ray(use_ray, is_distributed, parsed, elsewhere=missing_gpu or named)
     rows = no_rows if named else SharedRowReaders(uuid4().hex[:8]) if remote else local_row_reader
     threads, dtype = max(1, int(parsed.cpus)) if remote else None, torch.get_default_dtype()
-    return PlacedWorkers(parsed, {"use_gpu": on_gpu, "threads": threads, "rows": rows, "dtype": dtype})
+    return PlannedWorkers(parsed, {"use_gpu": on_gpu, "threads": threads, "rows": rows, "dtype": dtype})
 
 
 def worker_resources(num_cpus: Any, use_gpu: Any, resources: Any, in_ray: bool | None = True) -> WorkerResources:

@@ -30,7 +30,7 @@ from raysgd.torch.state import states
 from raysgd.torch.state.hyperparameters import plain
 from raysgd.torch.state.models import unpacked_models
 from raysgd.torch.state.sharded import ShardedLoads, save_shards
-from raysgd.trainer.arguments import check_call, checked, refuse_unknown
+from raysgd.trainer.arguments import check_call, check_common, refuse_unknown
 from raysgd.trainer.auto_checkpoint import AutoCheckpoint
 from raysgd.trainer.call_runner import exclusive
 from raysgd.trainer.description import RunDescription
@@ -134,11 +134,11 @@ class TorchTrainer(TrainerBase):
         **unknown: NoReturn,
     ) -> None:
         refuse_unknown(TorchTrainer, unknown, setup.GROUPS, setup.REMOVED, setup.WITHOUT_EFFECT)
-        elastic, config, several = checked(
+        elastic, config, is_distributed = check_common(
             training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic, config
         )
         options = TrainingOptions.checked(options).resolved(wrap_ddp=wrap_ddp, use_fp16=use_fp16)
-        workers = setup.place_workers(several, name, use_ray, num_cpus_per_worker, use_gpu, resources_per_worker)
+        workers = setup.plan_workers(is_distributed, name, use_ray, num_cpus_per_worker, use_gpu, resources_per_worker)
         folder, callbacks = opened_folder(checkpoints, resume, ".pt"), check_callbacks(callbacks)
         strategy = choose_strategy(backend, options, horovod_args, gpus=workers.resources.gpus)
         settings = TorchSettings(
@@ -150,8 +150,8 @@ class TorchTrainer(TrainerBase):
             seed=seed,
             scheduler_step_freq=scheduler_step_freq,
             elastic=elastic,
-            **workers.of_process,
-            **strategy.of_replicas(several, options),
+            **workers.process_settings,
+            **strategy.replica_settings(is_distributed, options),
             **setup.wanted_by(callbacks, checkpoints),
         )
         settings.check(name, backend)

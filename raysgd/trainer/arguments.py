@@ -65,7 +65,7 @@ def refuse_unknown(
         raise TypeError(f"{trainer.__name__} takes no argument {name!r}{hint}")
 
 
-def checked(
+def check_common(
     operator_cls: Any, base: type, num_workers: Any, hook: Any, timeout_s: Any, elastic: Any, config: Any
 ) -> tuple[ElasticConfig, dict[str, Any], bool]:
     """Raise ConfigError for wrong values of arguments that both trainers have. Return `elastic`, or
@@ -190,11 +190,13 @@ def _copy_config(config: Any) -> dict[str, Any]:
     return copied
 
 
-def needs_ray(use_ray: bool | None, several: bool, resources: WorkerResources, *, elsewhere: bool = False) -> bool:
+def needs_ray(
+    use_ray: bool | None, is_distributed: bool, resources: WorkerResources, *, elsewhere: bool = False
+) -> bool:
     """Whether workers are Ray actors. One worker runs in this process, unless the user asks for
     Ray, or it needs resources that only the cluster may have (`elsewhere`: its GPU is not in this
     machine, or it outlives this process)."""
-    if several or resources.custom or elsewhere:
+    if is_distributed or resources.custom or elsewhere:
         if use_ray is False:
             raise ConfigError(
                 "use_ray=False is possible with num_workers=1 only, without name= and custom resources, and with a GPU only if "

@@ -125,8 +125,8 @@ def test_fewer_ranks_have_the_parts_of_all(
     assert pad or all(part.fresh for _, part in found)
     for parts in of_ranks:
         last = {after: part.part for after, part in parts}
-        assert all(part.whole or last[after] >= part.part for after, part in parts)
-        assert sum(part.whole for _, part in parts) == len(last), "a step has one last part on each rank"
+        assert all(part.last_part or last[after] >= part.part for after, part in parts)
+        assert sum(part.last_part for _, part in parts) == len(last), "a step has one last part on each rank"
         of_steps = {frozenset(part.part for at, part in parts if at == after) for after in last}
         assert not pad or len(of_steps) <= 1, "a rank has the same parts in each step"
     if pad:

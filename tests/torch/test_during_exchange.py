@@ -40,7 +40,7 @@ class Ground:
         self.parts.control.begun += 1
         self.take(own_s)
         weight = torch.ones(1, requires_grad=True)
-        loss = self.policy.on_backward(Step(Drawn(None, 0, whole=closing)), 2 * weight)
+        loss = self.policy.on_backward(Step(Drawn(None, 0, last_part=closing)), 2 * weight)
         weight.register_hook(lambda _: run_after_backward(lambda: self.take(exchange_s)))
         loss.backward()
 

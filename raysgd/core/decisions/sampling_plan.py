@@ -16,14 +16,14 @@ from typing import NamedTuple
 class RankShare(NamedTuple):
     """One part of a step, which one rank computes: order[start:stop].
 
-    fresh   False if another rank, or this one before, has the same units
-    rows    how many units the step has
-    weight  this part's units, relative to an equal share of the ranks: 1.0 if each has one part and
-            all have the same size, 0.0 if they are not fresh. The mean over the ranks of gradients
-            with these weights is the mean over the step's units
-    whole   False if another part of the same step follows on this rank
-    part    which of the step's parts it is, on any rank; of units that are repeated, one that this
-            rank has in other steps, too
+    fresh      False if another rank, or this one before, has the same units
+    rows       how many units the step has
+    weight     this part's units, relative to an equal share of the ranks: 1.0 if each has one part
+               and all have the same size, 0.0 if they are not fresh. The mean over the ranks of
+               gradients with these weights is the mean over the step's units
+    last_part  False if another part of the same step follows on this rank
+    part       which of the step's parts it is, on any rank; of units that are repeated, one that
+               this rank has in other steps, too
     """
 
     start: int
@@ -31,7 +31,7 @@ class RankShare(NamedTuple):
     fresh: bool = True
     rows: int = 0
     weight: float = 1.0
-    whole: bool = True
+    last_part: bool = True
     part: int = 0
 
 
@@ -98,7 +98,7 @@ class SamplingPlan:
                 shares.append(parts[rank % len(parts)]._replace(fresh=False, weight=0.0, part=place))
         if self.pad and shares and rank >= extra > 0:
             shares.append(shares[-1]._replace(fresh=False, weight=0.0))
-        return [*(each._replace(whole=False) for each in shares[:-1]), *shares[-1:]]
+        return [*(each._replace(last_part=False) for each in shares[:-1]), *shares[-1:]]
 
     def parts_of(self, rank: int, offset: int) -> Iterator[tuple[int, RankShare]]:
         """Yield one rank's parts from `offset` to the end, each after the offset after its step."""

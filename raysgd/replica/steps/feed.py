@@ -84,7 +84,7 @@ class Reader:
             drawn = None if self._rest == 0 else next(self._drawn, None)
             if drawn is not None:
                 if self._rest is not None:
-                    self._rest -= drawn.whole
+                    self._rest -= drawn.last_part
                 if self._carries:
                     drawn = drawn._replace(batch=self._carrier.send(drawn.batch))
             self._next = drawn
@@ -216,13 +216,13 @@ class Feed:
                 position.call_done = True
                 return
             if begins:
-                after, unusual = unusual, window > 1 or drawn.weight != 1.0 or not drawn.whole
+                after, unusual = unusual, window > 1 or drawn.weight != 1.0 or not drawn.last_part
                 if not (unusual or after):
                     usual = usual or every.usual()
                 self.step = Step(drawn, every if unusual or after else usual, ends=self.training)
             else:
                 self.step.add(drawn)
-            if window > 1 and drawn.whole:  # it is shorter at the end of an epoch or call
+            if window > 1 and drawn.last_part:  # it is shorter at the end of an epoch or call
                 assert self._reader is not None
                 self.step.closing = self.step.batches == window or self._reader.last
             if self._seed is not None:

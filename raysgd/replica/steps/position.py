@@ -146,7 +146,7 @@ class Position:
         for drawn in step.drawn:
             if drawn.rows is not None:
                 self.drawn += drawn.weight * drawn.rows
-                self.call_units += drawn.rows if drawn.whole else 0
+                self.call_units += drawn.rows if drawn.last_part else 0
         self.offset = step.current.offset
         batches = step.batches
         self.step += batches

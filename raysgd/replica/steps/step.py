@@ -26,17 +26,17 @@ ONCE, AFTER_STEP = -1, -2  # the parts of random numbers that belong to no part 
 class Drawn(NamedTuple):
     """One rank's batch.
 
-    offset  the position in the epoch once the batch is committed
-    fresh   False if its samples are repeated, by a rank that has none left but must take part in
-            the step
-    rows    the samples of all ranks' batches together, if the source counts them
-    weight  this rank's part of these samples, relative to an equal share (`RankShare`)
-    whole   False if another part of the same batch follows on this rank
-    indices  of this rank's samples in the data set; None if the source does not divide by index
-    first    the place of the first of them in the epoch's order
-    part     which of the batch's parts this is, on any rank: of data that is not divided by index,
-             the rank
-    samples  how many these are, None if an item of the data set is a batch
+    offset     the position in the epoch once the batch is committed
+    fresh      False if its samples are repeated, by a rank that has none left but must take part in
+               the step
+    rows       the samples of all ranks' batches together, if the source counts them
+    weight     this rank's part of these samples, relative to an equal share (`RankShare`)
+    last_part  False if another part of the same batch follows on this rank
+    indices    of this rank's samples in the data set; None if the source does not divide by index
+    first      the place of the first of them in the epoch's order
+    part       which of the batch's parts this is, on any rank: of data that is not divided by
+               index, the rank
+    samples    how many these are, None if an item of the data set is a batch
     """
 
     batch: Any
@@ -44,7 +44,7 @@ class Drawn(NamedTuple):
     fresh: bool = True
     rows: int | None = None
     weight: float = 1.0
-    whole: bool = True
+    last_part: bool = True
     indices: list[Any] | None = None
     first: int | None = None
     part: int = 0
@@ -58,7 +58,7 @@ class Policies:
     def __init__(self, every: Sequence[Any] = ()) -> None:
         self.every = every
         self.option = next((each.option for each in every if each.option), "")
-        self.restored = [each for each in every if each.acts_in("put_back")]
+        self.restoring = [each for each in every if each.acts_in("put_back")]
         self.begin_loop, self.begin_part = self._acting("begin_loop"), self._acting("begin_part")
         self.before_commit, self.end_step = self._acting("before_commit"), self._acting("end_step")
         self.reset, self.after_loop = self._acting("reset"), self._acting("after_loop")
@@ -132,8 +132,8 @@ class Step:
         self.current = first or NOTHING
         self.drawn, self.committed = [] if first is None else [first], first is None
         self.policies = policies or NO_POLICIES
-        self.place, self.parts_before, self.batches = 0, 0, int(self.current.whole)
-        self.closing = self.current.whole
+        self.place, self.parts_before, self.batches = 0, 0, int(self.current.last_part)
+        self.closing = self.current.last_part
         self.outcome: Outcome = "open"
         self.failed = False
         self.error: Exception | None = None
@@ -147,31 +147,31 @@ class Step:
     def keep(self) -> None:
         """Let policies keep what they put back, before the step or a batch begins. Before a further
         part of it, let them put that back."""
-        restored = self.policies.restored
+        restoring = self.policies.restoring
         if self.place == 0:
-            self._at_step = self._at_batch = [each.kept(self) for each in restored]
+            self._at_step = self._at_batch = [each.kept(self) for each in restoring]
         elif self.parts_before > 0:
-            for each, value in zip(restored, self._at_batch, strict=True):
+            for each, value in zip(restoring, self._at_batch, strict=True):
                 if each.for_each_part:
                     each.put_back(self, value)
-        elif not self.current.whole:
-            self._at_batch = [each.kept(self) if each.for_each_part else None for each in restored]
+        elif not self.current.last_part:
+            self._at_batch = [each.kept(self) if each.for_each_part else None for each in restoring]
 
     def undo(self) -> None:
         """Let policies put back what they have kept when it began: its batches will be drawn
         again."""
         self.outcome = "undone"
-        for each, value in zip(self.policies.restored, self._at_step, strict=False):  # none before the first batch
+        for each, value in zip(self.policies.restoring, self._at_step, strict=False):  # none before the first batch
             each.put_back(self, value)
 
     def add(self, drawn: Drawn) -> None:
         """Note the next batch, which is the current one now."""
-        self.parts_before = 0 if self.current.whole else self.parts_before + 1
+        self.parts_before = 0 if self.current.last_part else self.parts_before + 1
         self.drawn[-1] = self.current._replace(batch=None)
         self.drawn.append(drawn)
-        self.current, self.closing = drawn, drawn.whole
+        self.current, self.closing = drawn, drawn.last_part
         self.place += 1
-        self.batches += drawn.whole
+        self.batches += drawn.last_part
 
     @property
     def ended(self) -> bool:

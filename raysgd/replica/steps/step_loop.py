@@ -56,7 +56,7 @@ class StepLoop:
         try:
             for step in feed:
                 policies = step.policies if feed.training else NO_POLICIES
-                if policies.restored:
+                if policies.restoring:
                     step.keep()
                 for begin_part in policies.begin_part:
                     begin_part(step)
@@ -98,7 +98,7 @@ class StepLoop:
         feed, internals = self.feed, self._owner.internals
         step, failure = feed.step, feed.failure
         if not step.ended:
-            if failed and feed.training and internals.was_made():
+            if failed and feed.training and internals.step_was_made():
                 step.outcome = "applied"
             if not step.counts(failed=failed):
                 step.undo()

@@ -41,6 +41,8 @@ SAMPLER_DIVIDES = (
 
 logger = logging.getLogger("raysgd")
 
+END = object()  # what follows the last batch of a live source
+
 
 class BatchSource:
     """What all sources have in common. By default the length of an epoch is not known, nothing
@@ -226,7 +228,7 @@ class PlannedSource(BatchSource):
                     if self._own_batches:
                         rows = [row for own_batch in rows for row in own_batch]
                     samples = None if self.loader.batch_sampler is None else len(rows)
-                    details = part.fresh, part.rows, part.weight, part.whole, rows, part.start, part.part, samples
+                    details = part.fresh, part.rows, part.weight, part.last_part, rows, part.start, part.part, samples
                     yield Drawn(batch, after, *details)
             if shares:
                 raise RuntimeError(ENDED_EARLY)
@@ -439,6 +441,3 @@ def _tensor(column: Any, *_: Any) -> Any:
     """Convert a column to a tensor; a floating-point one in torch's default type."""
     tensor = torch.as_tensor(column)
     return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
-
-
-END = object()

@@ -31,12 +31,12 @@ class Strategy:
     wraps: bool = True
     asynchronous: bool = False
 
-    def of_replicas(self, several: bool, options: TrainingOptions) -> dict[str, Any]:
+    def replica_settings(self, is_distributed: bool, options: TrainingOptions) -> dict[str, Any]:
         """The settings of the replicas that depend on it, of one worker or `several`."""
         return {
             "wrap_ddp": options.parallel == "ddp" and self.wraps,
-            "exchange": self.make_exchange if several else Exchange,
-            "asynchronous": several and self.asynchronous,
+            "exchange": self.make_exchange if is_distributed else Exchange,
+            "asynchronous": is_distributed and self.asynchronous,
         }
 
 

@@ -106,7 +106,7 @@ class RestoreBuffers(Policy):
         part = step.current.part, step.current.fresh
         if step.place == 0:
             self._part, self._after = part, {}
-            self._began = [] if step.current.whole else self._contents()
+            self._began = [] if step.current.last_part else self._contents()
         elif self._began and part != self._part:
             self._after[self._part] = self._contents()
             self._part = part

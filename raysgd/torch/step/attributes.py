@@ -83,7 +83,7 @@ class WatchAttributes(Policy):
         if self._looks:
             self._looks, self._text, self._before = False, CHANGED, self._state()
             self._contents = self._before[CONTENTS]
-        elif self._leads and self._in_parts and not step.current.whole:
+        elif self._leads and self._in_parts and not step.current.last_part:
             self._in_parts, self._text, self._before = False, CHANGED_BY_PARTS, self._state()
 
     def after_batch(self, step: Step) -> None:

@@ -51,7 +51,7 @@ class RestoreWeights(Policy):
         if step.place > 0:
             return [each.clone() for each in self._now]
         self._states = []  # user code may have made steps between two loops
-        if not step.current.whole and self._looks_at_parts > 0:
+        if not step.current.last_part and self._looks_at_parts > 0:
             self._looks_at_parts -= 1
             self._looks = max(self._looks, 1)
         if self._looks == 0:

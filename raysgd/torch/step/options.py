@@ -129,7 +129,7 @@ class Accumulate(Policy):
             step.notes[self] = Window(usual=samples * self._size)
         window: Window = step.notes[self]
         window.passed = False
-        if drawn.whole:
+        if drawn.last_part:
             window.total += samples
         step.share = samples / window.usual  # in any window: a rank does not know in each part how long it is
         if step.closing and window.total != window.usual and step.count is None:

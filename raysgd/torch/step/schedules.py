@@ -153,7 +153,7 @@ class LoopSchedule:
             if known.get(id(each), steps) != steps:
                 operator._internals.warn_once(STEPPED_BESIDE, type(each).__name__, operator.scheduler_step_freq)
 
-    def end(self, *, failed: bool = False) -> None:
+    def end_part(self, *, failed: bool = False) -> None:
         """Step after a part of a batch; `failed` is whether `train_batch` has raised an error."""
         operator, step = self._operator, self._operator._internals.feed.step
         if failed:
@@ -163,7 +163,7 @@ class LoopSchedule:
         for scheduler, before in zip(self._schedulers, self._steps, strict=True):
             if steps_of(scheduler) != before:
                 raise stepped_twice(type(operator).__name__, scheduler, str(operator.scheduler_step_freq))
-        if step.current.whole:
+        if step.current.last_part:
             self._step()
             self._steps = [steps_of(each) for each in self._schedulers]
 

@@ -281,10 +281,6 @@ def labels_counted(labels: torch.Tensor, ignored: int, weight: torch.Tensor | No
     return count.item() if count.is_cpu else count
 
 
-def _are_labels(target: Any) -> bool:
-    return isinstance(target, torch.Tensor) and target.dim() > 0 and not target.is_floating_point()
-
-
 def counted_by_criterion(criterion: Any, output: Any, target: Any) -> Counted | None:
     """Find what the mean of torch's own criteria counts; None for samples. A subclass with a
     `forward` of its own may compute another mean."""
@@ -300,7 +296,7 @@ def counted_by_criterion(criterion: Any, output: Any, target: Any) -> Counted | 
 def counted_by_model(model: Any, labels: Any) -> Counted | None:
     """Find what the mean of a model's own loss counts, as models of transformers compute it; None
     for samples. Causal language models do not predict the first label of a sequence."""
-    if not _are_labels(labels):
+    if not isinstance(labels, torch.Tensor) or not labels.dim() or labels.is_floating_point():
         return None
     name = getattr(model, "loss_type", None) or type(model).__name__
     causal = "ForCausalLM" in name or (name.endswith("LMHeadModel") and not name.endswith("WithLMHeadModel"))

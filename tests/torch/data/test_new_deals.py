@@ -102,7 +102,7 @@ class Ranks:
                 assert not drawn.fresh or (epoch, index) not in self.rows, "a row is used twice"
                 self.rows[epoch, int(index)] = numbers
                 self.processes[rank, epoch].add(process)
-            if drawn.whole:
+            if drawn.last_part:
                 return int(drawn.offset)
         raise AssertionError("the epoch has ended too early")
 

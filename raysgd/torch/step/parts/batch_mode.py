@@ -142,7 +142,7 @@ class KeepBatch(Policy):
 
     def begin_part(self, step: Step) -> None:
         self._end_counting()
-        self._several = self._reason is None and not (step.current.whole and step.parts_before == 0)
+        self._several = self._reason is None and not (step.current.last_part and step.parts_before == 0)
         if self._several and step.parts_before > 0 and not self._was_trained:
             self._note(contract.OWN_LOOP)
         self._was_trained, self._calls = False, contract.Calls()
@@ -168,7 +168,7 @@ class KeepBatch(Policy):
         if self._several:
             self._check_gradients(contract.CHANGED, added=True)
             self._gradients = {}
-            if not step.current.whole and loss.requires_grad:
+            if not step.current.last_part and loss.requires_grad:
                 loss.register_hook(lambda _: run_after_backward(self._keep_gradients))
         elif self._watches and step.closing and loss.requires_grad:
             # After what the pass itself runs at its end, such as DDP's exchange.
