@@ -374,7 +374,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda original: lambda self, *, failed: self.closing,
     ),
     "a schedule forgets the batch that an error ends": (
-        "raysgd.torch.step.schedules.LoopSchedule.end",
+        "raysgd.torch.step.schedules.LoopSchedule.end_part",
         lambda original: lambda self, *, failed=False: None if failed else original(self),
     ),
     "unequal shares weigh the same": (
