@@ -84,11 +84,9 @@ class Engine:
         self._membership = membership = Membership(
             table, generation, replacements, target=target, elastic=elastic, notice=notice
         )
-        self._recovery = RecoveryLoop(
-            table, generation, replacements, membership, self._log, elastic=elastic, jitter=jitter
-        )
+        recovery = RecoveryLoop(table, generation, replacements, membership, self._log, elastic=elastic, jitter=jitter)
         self._ended, self._call_lock = False, CallLock()
-        self.calls = CallLoop(table, generation, membership, self._recovery, self._log, self._call_lock, elastic)
+        self.calls = CallLoop(table, generation, membership, recovery, self._log, self._call_lock, elastic)
         self._shutdown: Callable[[], Callable[..., None] | None] = lambda: None
 
     # -- life -----------------------------------------------------------------------------------------
